@@ -1,0 +1,76 @@
+"""Megatron-LM and megatron-core: torch_dist and the legacy `torch` container."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import CorruptError, FormatError
+from reshard.format import Declaration, OpenOptions, WriteOptions
+from reshard.topology import Target
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def checkpoint_folder(run: Path, iteration: int | None) -> Path | None:
+    """The checkpoint of a run folder: `iteration`, else what the tracker names.
+
+    Raises FormatError for an iteration that is not there, CorruptError for a tracker that names
+    none.
+    """
+    folders = {p.name: p for p in run.glob("iter_*") if p.is_dir()} if run.is_dir() else {}
+    if iteration is not None:
+        found = folders.get(f"iter_{iteration:07d}")
+        if found is None and folders:
+            raise FormatError(
+                f"{run}: no iteration {iteration}; there: {', '.join(sorted(folders))}"
+            )
+        return found
+    tracker = run / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(errors="replace").strip()
+    if text == "release" and (run / "release").is_dir():
+        return run / "release"
+    if re.fullmatch(r"\d{1,12}", text) and f"iter_{int(text):07d}" in folders:
+        return folders[f"iter_{int(text):07d}"]
+    raise CorruptError(
+        f"{tracker} names {text[:40]!r}, and {run} has no such checkpoint. There: "
+        f"{', '.join(sorted(folders)) or 'none'}. Choose one with --iteration."
+    )
+
+
+@dataclass(frozen=True)
+class TorchDist:
+    """megatron-core's distributed checkpoints."""
+
+    name: str = "megatron"
+    summary: str = "torch_dist: metadata.json, .metadata, *.distcp"
+    writes: bool = True
+
+    def recognise(self, folder: Path) -> str | None:
+        """Why a folder is one."""
+        from .dist_read import recognise
+
+        return recognise(folder)
+
+    def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
+        """The checkpoint of a run folder."""
+        return checkpoint_folder(run, iteration)
+
+    def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
+        """Read headers."""
+        from .dist_read import open_dist
+
+        return open_dist(folder, options)
+
+    def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
+        """Lay out a target."""
+        from .dist_write import declare_dist
+
+        return declare_dist(source, target, options)
+
+
+FORMATS = (TorchDist(),)

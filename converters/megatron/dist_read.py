@@ -1,0 +1,440 @@
+"""Reads torch_dist: stacked and per-layer keys, both homes of the common state, every optimizer form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from reshard.box import Box
+from reshard.checkpoint import Checkpoint
+from reshard.containers import dcp, torchfile
+from reshard.containers.dcp import Metadata
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, FormatError, ReshardError
+from reshard.format import OpenOptions
+from reshard.layout import Layout, Piece, place
+from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
+from reshard.topology import Topology, topology
+
+from . import names, run
+from .buckets import bucket_key
+from .carry import Carried, carry, fields_of, mapping, scalar, sequence
+from .run import Optimizer, Options, Run
+from .sizes import Sizes, sizes
+from .stages import Pipeline, pipeline_of_args
+
+NAME = "megatron"
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+#: How the optimizer's entries are called on disk. DistributedOptimizer calls the fp32 master
+#: `param`, Float16Optimizer `fp32_param`. Source: fixtures a-tp4pp2, b-tp2pp2dp2.
+_SLOTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "fp32_param": MASTER, "param": MASTER}
+_OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+_VOCAB = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+_KNOWN = ("args", "optimizer", "content_metadata", *run.KEPT)
+
+
+def recognise(folder: Path) -> str | None:
+    """Why a folder is a torch_dist checkpoint: its metadata.json names the backend."""
+    try:
+        found = json.loads((folder / "metadata.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("sharded_backend") != "torch_dist":
+        return None
+    return "metadata.json names the backend torch_dist"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one logical tensor's chunks are: a stored key and the index of its leading axes."""
+
+    key: str
+    index: tuple[int, ...]
+
+
+@dataclass
+class Chunks:
+    """Pieces of model-space tensors, located key by key on request."""
+
+    folder: Path
+    metadata: Metadata
+    sources: Mapping[TensorId, Source]
+    _keys: dict[str, dict[tuple[int, ...], list[Piece]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._blobs = dcp.Blobs(self.folder)
+
+    def pieces(self, tensor: TensorId) -> Sequence[Piece]:
+        """All pieces of a tensor. A stacked key is located as a whole, once."""
+        source = self.sources[tensor]
+        found = self._keys.get(source.key)
+        if found is None:
+            if len(self._keys) > 64:
+                self._keys.clear()
+            found = self._keys[source.key] = self._locate(source.key, len(source.index))
+        return found.get(source.index, ())
+
+    def _locate(self, key: str, axes: int) -> dict[tuple[int, ...], list[Piece]]:
+        entry = self.metadata.tensors[key]
+        out: dict[tuple[int, ...], list[Piece]] = {}
+        arrays = self._blobs.arrays((key, c, entry.dtype) for c in entry.chunks)
+        for chunk, array in zip(entry.chunks, arrays, strict=True):
+            lead = Box.at(chunk.offsets[:axes], chunk.sizes[:axes])
+            box = Box.at(chunk.offsets[axes:], chunk.sizes[axes:])
+            for index in _indices(lead):
+                at = [i - a for i, a in zip(index, lead.start, strict=True)]
+                piece = place(box, array, (*at, *(0 for _ in box.start)))
+                out.setdefault(index, []).append(piece)
+        return out
+
+
+def _indices(box: Box) -> Iterable[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = [()]
+    for a, b in zip(box.start, box.stop, strict=True):
+        out = [(*p, i) for p in out for i in range(a, b)]
+    return out
+
+
+def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
+    """Read a torch_dist checkpoint's headers.
+
+    Raises FormatError for a form that is not read, CorruptError for files that contradict
+    themselves.
+    """
+    metadata = dcp.read_metadata(folder)
+    common = _common(folder, metadata)
+    root = mapping(common.obj, f"{folder}: the common state")
+    args = fields_of(root.get("args", {}), str(folder)) if root.get("args") is not None else {}
+    model = sizes(args)
+    if options.vocab_size is not None:
+        model = replace(model, vocab=options.vocab_size)
+    place_ = _topology(args, options)
+    pipe = _pipeline(args, place_)
+    content = root.get("content_metadata")
+    _check_form(folder, metadata, content)
+    tensors, sources = _tensors(metadata, model)
+    read = Chunks(folder, metadata, sources)
+    pieces_of: Callable[[TensorId], Sequence[Piece]] = read.pieces
+    optimizer = _optimizer(common, root, folder, metadata)
+    native = Run(
+        args=args,
+        model=model,
+        topology=place_,
+        pipeline=pipe,
+        common={k: root[k] for k in run.KEPT if k in root},
+        optimizer=optimizer,
+        spec=model.spec,
+        style=names.style_of_keys(s.key for t, s in sources.items() if t.slot == PARAM),
+        extra_states=_extra_states(folder, metadata),
+        rng=_rng(folder, metadata),
+        rng_grid=_rng_grid(metadata),
+        mla_down=_mla_down(metadata, sources),
+        unread=tuple(str(k) for k in root if k not in _KNOWN) + _unread(metadata),
+    )
+    if any(bucket_key(k) for k in metadata.tensors):
+        from .bucket_read import bucket_tensors
+
+        more, bucket_pieces = bucket_tensors(folder, metadata, native, tensors)
+        model_space = dict(sources)
+        tensors = {**tensors, **more}
+
+        def pieces_of(tensor: TensorId) -> Sequence[Piece]:
+            return read.pieces(tensor) if tensor in model_space else bucket_pieces(tensor)
+
+    groups, steps = run.param_groups(native, tensors)
+    iteration = root.get("iteration")
+    return Checkpoint(
+        path=folder,
+        format=NAME,
+        version=_version(metadata, root),
+        topology=place_,
+        layout=Layout(tensors, pieces_of, "megatron"),
+        files=_files(folder, metadata),
+        groups=groups if optimizer is not None else None,
+        steps=steps,
+        iteration=iteration if isinstance(iteration, int) else None,
+        extras=run.extras(native),
+        problems=(),
+        native=native,
+    )
+
+
+def _common(folder: Path, metadata: Metadata) -> Carried:
+    """The common dict: common.pt up to core 0.18, an object among the shards from 0.19 on."""
+    path = folder / "common.pt"
+    if path.exists():
+        file = torchfile.load(path, "common.pt")
+        return carry(file, file.root, "common/")
+    found = metadata.objects.get("common_state/shard_0_1")
+    if found is None:
+        raise CorruptError(
+            f"{folder}: neither common.pt nor a common_state object is there; the checkpoint is "
+            "incomplete. Copy it again."
+        )
+    file = dcp.load_object(folder, found, "common_state")
+    listed = sequence(file.root, f"{folder}: common_state")
+    if len(listed) != 1:
+        raise CorruptError(f"{folder}: common_state holds {len(listed)} objects, not one")
+    return carry(file, listed[0], "common/")
+
+
+def _topology(args: Mapping[str, object], options: OpenOptions) -> Topology:
+    """What the args say, checked against --from."""
+    said: dict[str, int] = {}
+    for degree, field_ in (
+        ("tp", "tensor_model_parallel_size"),
+        ("pp", "pipeline_model_parallel_size"),
+        ("vpp", "virtual_pipeline_model_parallel_size"),
+        ("ep", "expert_model_parallel_size"),
+        ("etp", "expert_tensor_parallel_size"),
+        ("cp", "context_parallel_size"),
+        ("dp", "data_parallel_size"),
+    ):
+        value = args.get(field_)
+        if isinstance(value, int) and not isinstance(value, bool):
+            said[degree] = value
+    given = {k: v for k, v in options.given.degrees.items() if k != "zero"}
+    for degree, n in given.items():
+        if said.get(degree, n) != n:
+            raise FormatError(
+                f"--from says {degree}={n}, the checkpoint's args say {degree}={said[degree]}"
+            )
+    return topology({**said, **given})
+
+
+def _pipeline(args: Mapping[str, object], place_: Topology) -> Pipeline | None:
+    if args.get("num_layers") is None and args.get("encoder_num_layers") is None:
+        return None
+    try:
+        return pipeline_of_args({**args, "pipeline_model_parallel_size": place_.pp})
+    except ReshardError:
+        return None  # torch_dist is topology-free: the split is only shown
+
+
+def _check_form(folder: Path, metadata: Metadata, content: object) -> None:
+    form = content.get("distrib_optim_sharding_type") if isinstance(content, Mapping) else None
+    if form not in (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space"):
+        raise FormatError(f"{folder}: the optimizer form {form!r} is not read")
+    for key in metadata.objects:
+        found = bucket_key(key)
+        if found is not None and found.field == "param_state":
+            raise FormatError(
+                f"{folder}: the optimizer form dp_zero_gather_scatter (one pickle per group) is "
+                "not read yet. Convert with --weights-only after removing it, or save again."
+            )
+
+
+def _tensors(
+    metadata: Metadata, model: Sizes
+) -> tuple[dict[TensorId, LogicalTensor], dict[TensorId, Source]]:
+    """Every model-space tensor: one per layer and expert."""
+    tensors: dict[TensorId, LogicalTensor] = {}
+    sources: dict[TensorId, Source] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, entry in metadata.tensors.items():
+        if bucket_key(key) is not None:
+            continue
+        m = _STATE.fullmatch(key)
+        slot, bare = (_SLOTS.get(m[1], m[1]), m[2]) if m else (PARAM, key)
+        found = names.from_dist(bare)
+        if slot == PARAM:
+            shapes[bare] = entry.shape
+        elif bare in metadata.tensors and metadata.tensors[bare].shape != entry.shape:
+            raise FormatError(
+                f"{key}: shape {list(entry.shape)}, the weight's is "
+                f"{list(metadata.tensors[bare].shape)}: the optimizer form "
+                "fully_sharded_model_space of core <= 0.14, which is not read yet. Convert with "
+                "--weights-only from a copy without optimizer keys."
+            )
+        lead = Box.whole(entry.shape[: found.axes])
+        for index in _indices(lead):
+            name = found.canonical(index)
+            tensor = TensorId(name, slot)
+            if tensor in tensors:
+                raise CorruptError(f"{tensor} is stored under {sources[tensor].key} and {key}")
+            tensors[tensor] = _logical(
+                tensor, entry.shape[found.axes :], entry.dtype, model, bare, index
+            )
+            sources[tensor] = Source(key, index)
+    return tensors, sources
+
+
+def _logical(
+    tensor: TensorId,
+    shape: tuple[int, ...],
+    dtype: DType,
+    model: Sizes,
+    key: str,
+    index: tuple[int, ...],
+) -> LogicalTensor:
+    true, padded = true_shape(tensor.name, shape, model)
+    return LogicalTensor(tensor, true, dtype, padded, _own_name(key, index, tensor.name))
+
+
+def true_shape(
+    name: str, shape: tuple[int, ...], model: Sizes
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """(true shape, padded shape or None) of a stored tensor."""
+    if name not in _VOCAB or model.vocab is None or shape[0] == model.vocab:
+        return shape, None
+    if shape[0] < model.vocab:
+        raise FormatError(
+            f"{name}: {shape[0]} rows are stored, the true vocabulary is said to be {model.vocab}. "
+            "Give the true one with --vocab-size."
+        )
+    return (model.vocab, *shape[1:]), shape
+
+
+def _own_name(key: str, index: Sequence[int], canonical: str) -> str | None:
+    """The stored key with the index of its leading axes put in."""
+    at = list(index)
+    own = key
+    if at and re.search(r"(?:decoder|mtp)\.layers\.(?!\d)", own):
+        own = re.sub(r"((?:decoder|mtp)\.layers\.)", rf"\g<1>{at.pop(0)}.", own, count=1)
+    if at:
+        own = own.replace("experts.experts.", f"experts.experts.{at.pop(0)}.", 1)
+    return own if own != canonical else None
+
+
+def _optimizer(
+    common: Carried, root: Mapping[object, object], folder: Path, metadata: Metadata
+) -> Optimizer | None:
+    """The optimizers' options and step: in the common state, or in the buckets' objects."""
+    found = root.get("optimizer")
+    bucket_objects = {
+        k: e for k, e in metadata.objects.items() if (b := bucket_key(k)) and b.field == "optimizer"
+    }
+    if bucket_objects:
+        return _bucket_optimizer(folder, bucket_objects)
+    if found is None:
+        return None
+    listed = _chain(mapping(found, f"{folder}: optimizer"))
+    groups: list[Options] = []
+    steps: list[float | None] = []
+    in_groups = False
+    for member in listed:
+        inner = mapping(member.get("optimizer"), f"{folder}: optimizer.optimizer")
+        for group in sequence(inner.get("param_groups"), f"{folder}: param_groups"):
+            values = {
+                str(k): v
+                for k, v in mapping(group, f"{folder}: a param group").items()
+                if k != "params"
+            }
+            groups.append(Options(values))
+            if run.STEP in values:
+                in_groups = True
+                steps.append(scalar(common, values[run.STEP]))
+        state = inner.get("state")
+        if isinstance(state, Mapping) and "common_step" in state:
+            steps.append(scalar(common, state["common_step"]))
+    scaler = next((m["grad_scaler"] for m in listed if m.get("grad_scaler") is not None), None)
+    return Optimizer(
+        tuple(groups),
+        run.common_step(steps),
+        in_groups,
+        any("param_state_sharding_type" in m for m in listed),
+        None if scaler is None else Carried(scaler, common.values),
+        chained=len(listed) > 1,
+    )
+
+
+def _chain(found: Mapping[object, object]) -> list[Mapping[object, object]]:
+    """The members of a chained optimizer (keys 0, 1, …), or the only one."""
+    if "optimizer" in found or "param_state_sharding_type" in found:
+        return [found]
+    return [v for k, v in sorted(found.items(), key=lambda i: str(i[0])) if isinstance(v, Mapping)]
+
+
+def _bucket_optimizer(folder: Path, objects: Mapping[str, dcp.Place]) -> Optimizer:
+    """Options of a dp_reshardable optimizer: every model-parallel group has its own copy."""
+    first: dict[int | None, tuple[Options, ...]] = {}
+    steps: list[float | None] = []
+    for key in sorted(objects):
+        found = bucket_key(key)
+        assert found is not None
+        file = dcp.load_object(folder, objects[key], key)
+        for state in sequence(file.root, key):
+            listed = sequence(mapping(state, key).get("param_groups"), key)
+            options = tuple(
+                Options({str(k): v for k, v in mapping(g, key).items() if k != "params"})
+                for g in listed
+            )
+            for o in options:
+                step = o.values.get(run.STEP)
+                steps.append(float(step) if isinstance(step, (int, float)) else None)
+            if len(options) > len(first.get(found.chained, ())):
+                first[found.chained] = options
+    groups = [o for _, options in sorted(first.items(), key=lambda i: i[0] or 0) for o in options]
+    return Optimizer(tuple(groups), run.common_step(steps), True, True, chained=len(first) > 1)
+
+
+def _extra_states(folder: Path, metadata: Metadata) -> dict[str, object]:
+    """`_extra_state` objects, read only where they are more than the usual empty one."""
+    out: dict[str, object] = {}
+    for key in metadata.objects:
+        m = _OBJECT.fullmatch(key)
+        if m is not None and m[1].endswith(names.EXTRA_STATE):
+            out[key] = metadata.objects[key]
+    return out
+
+
+def _rng(folder: Path, metadata: Metadata) -> dict[tuple[int, ...], Carried]:
+    out: dict[tuple[int, ...], Carried] = {}
+    for key, entry in metadata.objects.items():
+        m = _OBJECT.fullmatch(key)
+        if m is None or m[1] != "rng_state":
+            continue
+        file = dcp.load_object(folder, entry, key)
+        listed = sequence(file.root, key)
+        position = tuple(int(n) for n in m[2].split("."))
+        if len(listed) == 1:
+            out[position] = carry(file, listed[0], f"rng/{m[2]}/")
+    return out
+
+
+def _rng_grid(metadata: Metadata) -> tuple[int, ...]:
+    for key in metadata.objects:
+        m = _OBJECT.fullmatch(key)
+        if m is not None and m[1] == "rng_state":
+            return tuple(int(n) for n in m[3].split("."))
+    return ()
+
+
+def _mla_down(metadata: Metadata, sources: Mapping[TensorId, Source]) -> bool | None:
+    """Whether MLA's down projections were cut: their chunks say so; None if nothing does."""
+    for tensor, source in sources.items():
+        if tensor.slot == PARAM and "linear_kv_down_proj" in tensor.name:
+            entry = metadata.tensors[source.key]
+            axes = len(source.index)
+            cut = any(c.sizes[axes] != entry.shape[axes] for c in entry.chunks)
+            return True if cut else None
+    return None
+
+
+def _unread(metadata: Metadata) -> tuple[str, ...]:
+    """Objects that have no place in a target, folded by name."""
+    seen: dict[str, int] = {}
+    for key in metadata.objects:
+        m = _OBJECT.fullmatch(key)
+        stem = m[1] if m else key
+        if stem in ("rng_state", "common_state") or stem.endswith(names.EXTRA_STATE):
+            continue
+        if bucket_key(key) is not None:
+            continue
+        seen[stem] = seen.get(stem, 0) + 1
+    return tuple(sorted(seen))
+
+
+def _version(metadata: Metadata, root: Mapping[object, object]) -> str:
+    home = "common_state" if "common_state/shard_0_1" in metadata.objects else "common.pt"
+    return f"torch_dist, {home}, checkpoint_version {root.get('checkpoint_version')}"
+
+
+def _files(folder: Path, metadata: Metadata) -> tuple[str, ...]:
+    held = {c.place.file for e in metadata.tensors.values() for c in e.chunks}
+    held |= {e.file for e in metadata.objects.values()}
+    known = {".metadata", "metadata.json", "common.pt"}
+    return tuple(sorted(held | {k for k in known if (folder / k).exists()}))

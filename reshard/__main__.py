@@ -1,0 +1,5 @@
+"""`python -m reshard`."""
+
+from reshard.cli import main
+
+main()

@@ -1,0 +1,172 @@
+"""What `import reshard` offers: the commands as functions, and lazy tensors of an open checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.box import Box
+from reshard.checkpoint import Checkpoint, Json
+from reshard.convert import Options, make_plan, plan_report
+from reshard.convert import convert as _convert
+from reshard.diff import differences
+from reshard.engine import block_elements
+from reshard.errors import UsageError
+from reshard.files import Files
+from reshard.fingerprint import slot_digests
+from reshard.format import OpenOptions, open_checkpoint
+from reshard.plan import cover
+from reshard.readback import fingerprints, read_block
+from reshard.tensor import PARAM, LogicalTensor, TensorId
+from reshard.topology import Target, parse_target
+from reshard.verify import verify as _verify
+
+Array = npt.NDArray[Any]
+_ELEMENTS = block_elements(1 << 30, 1 << 20, 1)
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor on disk; indexing reads just the rows and columns asked for."""
+
+    checkpoint: Checkpoint
+    logical: LogicalTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The true shape, without padding."""
+        return self.logical.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy (or ml_dtypes) type."""
+        return self.logical.dtype.numpy
+
+    def __getitem__(self, index: Any) -> Array:
+        """The values at `index`: integers, slices with step 1, and `...`."""
+        box, squeeze = _box(self.shape, index)
+        with Files(self.checkpoint.path) as files:
+            if box.numel == 0:
+                values: Array = np.empty(box.shape, self.dtype)
+            else:
+                parts = cover(self.checkpoint.layout.pieces(self.logical.id)).parts
+                values = read_block(files, parts.near(box), box, self.logical)
+        return values.reshape([n for i, n in enumerate(box.shape) if i not in squeeze])
+
+
+def _box(shape: tuple[int, ...], index: Any) -> tuple[Box, set[int]]:
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(i is Ellipsis for i in items):
+        at = next(k for k, i in enumerate(items) if i is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+    items += [slice(None)] * (len(shape) - len(items))
+    if len(items) != len(shape):
+        raise UsageError(f"{len(items)} indices for a tensor of shape {list(shape)}")
+    start, stop, squeeze = [], [], set()
+    for axis, (item, n) in enumerate(zip(items, shape, strict=True)):
+        if isinstance(item, slice):
+            a, b, step = item.indices(n)
+            if step != 1:
+                raise UsageError("a lazy tensor is indexed with step 1")
+            start.append(a)
+            stop.append(max(a, b))
+        else:
+            i = int(item) + (n if int(item) < 0 else 0)
+            if not 0 <= i < n:
+                raise IndexError(f"index {item} is outside an axis of {n} elements")
+            start.append(i)
+            stop.append(i + 1)
+            squeeze.add(axis)
+    return Box(tuple(start), tuple(stop)), squeeze
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open checkpoint: headers in memory, tensors on disk."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def tensors(self) -> Mapping[tuple[str, str], LogicalTensor]:
+        """(name, slot) to shape, dtype; in the checkpoint's own global naming, per layer and expert."""
+        return {
+            (v.stored_name or t.name, t.slot): v for t, v in self.checkpoint.layout.tensors.items()
+        }
+
+    @property
+    def logical(self) -> Mapping[tuple[str, str], LogicalTensor]:
+        """The same by canonical name, the one that differs between no two containers."""
+        return {(t.name, t.slot): v for t, v in self.checkpoint.layout.tensors.items()}
+
+    @property
+    def steps(self) -> Mapping[str, float]:
+        """Adam's step counter by canonical name."""
+        return self.checkpoint.steps
+
+    @property
+    def extras(self) -> Mapping[str, Json]:
+        """Everything that is neither tensor, group nor step."""
+        return self.checkpoint.extras
+
+    def __getitem__(self, key: str | tuple[str, str]) -> LazyTensor:
+        """The tensor of this name (own or canonical), `(name, slot)` for another slot than param."""
+        name, slot = key if isinstance(key, tuple) else (key, PARAM)
+        found = self.checkpoint.layout.tensors.get(TensorId(name, slot))
+        if found is None:
+            found = self.tensors.get((name, slot))
+        if found is None:
+            raise KeyError(f"{name} ({slot}) is not in {self.checkpoint.path}")
+        return LazyTensor(self.checkpoint, found)
+
+
+def open(  # noqa: A001  # the name users expect
+    path: str | Path,
+    given: str | None = None,
+    *,
+    iteration: int | None = None,
+    vocab_size: int | None = None,
+) -> Opened:
+    """Open a checkpoint or run folder, headers only. `given` is what --from says."""
+    target = parse_target(given) if given else Target(None, None)
+    return Opened(open_checkpoint(path, OpenOptions(target, iteration, vocab_size)))
+
+
+def plan(source: str | Path, to: str | None = None, **options: Any) -> dict[str, Json]:
+    """What convert would do, as `reshard plan --json` prints it."""
+    return plan_report(make_plan(source, Options(to=to, **options)))
+
+
+def convert(
+    source: str | Path, target: str | Path, to: str | None = None, **options: Any
+) -> dict[str, Json]:
+    """Convert; the report of `reshard convert --json`. Options are those of `convert.Options`."""
+    return _convert(source, target, Options(to=to, **options))
+
+
+def verify(path: str | Path, **options: Any) -> dict[str, Json]:
+    """Read everything and check it, as `reshard verify --json` prints it."""
+    return _verify(open(path, **options).checkpoint, elements=_ELEMENTS)
+
+
+def diff(left: str | Path, right: str | Path, *, extras: bool = False) -> dict[str, Json]:
+    """The logical difference, as `reshard diff --json` prints it."""
+    found, compared = differences(
+        open(left).checkpoint, open(right).checkpoint, elements=_ELEMENTS, extras=extras
+    )
+    return {
+        "status": "different" if found else "equal",
+        "compared": compared,
+        "differences": [{"what": d.what, "kind": d.kind, "detail": d.detail} for d in found],
+    }
+
+
+def fingerprint(path: str | Path, **options: Any) -> dict[str, str]:
+    """One digest per slot."""
+    opened = open(path, **options).checkpoint
+    sums = fingerprints(opened, elements=_ELEMENTS)
+    return slot_digests(opened.layout.tensors.values(), {t: s.hex for t, s in sums.items()})

@@ -1,0 +1,46 @@
+"""What a reader gives: a checkpoint as layout, files and typed extras."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshard.layout import Layout
+from reshard.topology import Topology
+
+#: A value that JSON can print; what extras are shown as.
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """One parameter group of the optimizer: its options and the tensors it holds, by name."""
+
+    options: Mapping[str, Json]
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint, headers read, no tensor bytes.
+
+    `path` is the folder that stored arrays' files are relative to. `groups` None: no optimizer.
+    `steps` gives Adam's step counter by tensor name. `extras` holds everything that is neither
+    tensor, group nor step, by dotted path, as plain values. `native` is what only the writers of
+    the same converter use.
+    """
+
+    path: Path
+    format: str
+    version: str
+    topology: Topology
+    layout: Layout
+    files: tuple[str, ...]
+    groups: tuple[ParamGroup, ...] | None = None
+    steps: Mapping[str, float] = field(default_factory=dict)
+    iteration: int | None = None
+    extras: Mapping[str, Json] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    family: str | None = None
+    native: object = field(default=None, repr=False)

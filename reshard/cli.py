@@ -1,0 +1,381 @@
+"""The command line: arguments in, a report or one JSON object out, exit codes as promised."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from reshard.checkpoint import Json
+from reshard.errors import ReshardError, UsageError
+from reshard.version import VERSION
+
+_SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """`1GiB`, `256MiB`, `64m` or bytes, as bytes."""
+    m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
+    if m is None or float(m.group(1)) <= 0:
+        raise UsageError(f"{text!r} is not a size; write 256MiB or 1GiB")
+    return int(float(m.group(1)) * _SIZES[m.group(2)])
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only in click >= 8.2's stubs
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        return value if isinstance(value, int) else parse_size(value)
+
+
+SIZE = _Size()
+
+
+class Bars:
+    """tqdm bars in bytes with ETA, one per phase, on stderr; none when it is no terminal."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self.shown = shown
+        self.bar: Any = None
+        self.phase = ""
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """`done` of `total` bytes of a phase."""
+        if not self.shown:
+            return
+        if phase != self.phase:
+            self.close()
+            from tqdm import tqdm
+
+            self.phase = phase
+            self.bar = tqdm(
+                total=total, desc=phase, unit="B", unit_scale=True, unit_divisor=1024, leave=True
+            )
+        self.bar.update(done - self.bar.n)
+
+    def close(self) -> None:
+        """Finish the bar that is shown."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _json_option(f: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(f)
+
+
+def _source_options(f: Callable[..., Any]) -> Callable[..., Any]:
+    for decorate in (
+        click.option("--from", "given", metavar="TARGET", help="Format or topology of SRC."),
+        click.option("--iteration", type=int, help="Which checkpoint of a run folder."),
+        click.option("--vocab-size", type=int, help="True vocabulary, without padding rows."),
+    ):
+        f = decorate(f)
+    return f
+
+
+def _memory_options(f: Callable[..., Any]) -> Callable[..., Any]:
+    for decorate in (
+        click.option("--memory", type=SIZE, default="1GiB", show_default=True, metavar="SIZE"),
+        click.option("--block", type=SIZE, default="1MiB", show_default=True, metavar="SIZE"),
+    ):
+        f = decorate(f)
+    return f
+
+
+def _convert_options(f: Callable[..., Any]) -> Callable[..., Any]:
+    for decorate in (
+        click.option("--to", "to", metavar="TARGET", help="tp2pp4, megatron-legacy:tp2, dcp, …"),
+        click.option("--like", metavar="DIR", help="Write as this checkpoint is laid out."),
+        click.option("--weights-only", is_flag=True, help="Leave the optimizer behind."),
+        click.option("--dtype", help="Store weights in this dtype (bf16, fp32)."),
+        click.option("--include", multiple=True, metavar="GLOB"),
+        click.option("--exclude", multiple=True, metavar="GLOB"),
+        click.option("--strict", is_flag=True, help="Refuse any loss."),
+        click.option("--replicas", type=click.Choice(["check", "first"]), default="check"),
+    ):
+        f = decorate(f)
+    return f
+
+
+def _guarded(f: Callable[..., int]) -> Callable[..., None]:
+    """Turn a command's outcome into output and exit code; never a traceback for bad input."""
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = f(*args, **kwargs)
+        except ReshardError as error:
+            if kwargs.get("as_json"):
+                kind = type(error).__name__
+                print(json.dumps({"status": "refused", "error": kind, "message": str(error)}))
+            print(f"reshard: {type(error).__name__}: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        except OSError as error:
+            if kwargs.get("as_json"):
+                print(json.dumps({"status": "failed", "error": "OSError", "message": str(error)}))
+            print(f"reshard: {error}", file=sys.stderr)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            print("reshard: interrupted; the same command resumes", file=sys.stderr)
+            sys.exit(130)
+        sys.exit(code)
+
+    return run
+
+
+def _emit(report: Mapping[str, Json], text: list[str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print("\n".join(text))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="reshard")
+def main() -> None:
+    """Turn any distributed LLM training checkpoint into any other, whole and proven right."""
+
+
+@main.command("inspect")
+@click.argument("checkpoint")
+@_source_options
+@_json_option
+@_guarded
+def inspect_command(checkpoint: str, as_json: bool, **options: Any) -> int:
+    """Format, topology, slots, sizes, extras, problems; headers only."""
+    from reshard.inspect import inspect, lines
+
+    seen = inspect(_open(checkpoint, options))
+    _emit(seen, lines(seen), as_json)
+    return 0
+
+
+def _open(path: str, options: Mapping[str, Any]) -> Any:
+    from reshard.convert import Options, source_options
+    from reshard.format import open_checkpoint
+
+    chosen = Options(
+        given=options.get("given"),
+        iteration=options.get("iteration"),
+        vocab_size=options.get("vocab_size"),
+    )
+    return open_checkpoint(path, source_options(chosen))
+
+
+def _options(kwargs: Mapping[str, Any]) -> Any:
+    from reshard.convert import Options
+
+    taken = dict(kwargs)
+    taken["first_replica"] = taken.pop("replicas") == "first"
+    return Options(**taken)
+
+
+@main.command("plan")
+@click.argument("source")
+@_convert_options
+@_source_options
+@_json_option
+@_guarded
+def plan_command(source: str, as_json: bool, **kwargs: Any) -> int:
+    """What convert would do: files, bytes, losses, fates, memory, disk."""
+    from reshard.convert import make_plan, plan_report
+
+    report = plan_report(make_plan(source, _options(kwargs)))
+    _emit(report, _plan_lines(report), as_json)
+    return 0
+
+
+def _plan_lines(report: Mapping[str, Any]) -> list[str]:
+    from reshard.format import Loss
+    from reshard.inspect import size_text
+    from reshard.plan import loss_lines
+
+    source, target = report["source"], report["target"]
+    out = [
+        f"{source['format']} {source['topology']} -> {target['format']} {target['topology']}",
+        f"  tensors   {report['tensors']}   copies {report['copies']}   fills {report['fills']}",
+        f"  read      {size_text(report['bytes_read'])} ({report['read_amplification']} x needed)",
+        f"  write     {size_text(target['bytes'])} in {target['files']} files",
+    ]
+    losses = [Loss(x["code"], x["what"], x["detail"]) for x in report["losses"]]
+    out += [f"  loss      {line}" for line in loss_lines(losses)]
+    out += [f"  note      {note}" for note in report["notes"]]
+    kinds: dict[str, list[str]] = {}
+    for fate in report["fates"]:
+        kinds.setdefault(fate["kind"], []).append(fate["path"])
+    out += [f"  {kind:<9} {_few(paths)}" for kind, paths in sorted(kinds.items())]
+    out += [f"  resume    {k}: {_shown(v)}" for k, v in report["recipe"].items()]
+    return out
+
+
+def _few(paths: list[str]) -> str:
+    more = f" and {len(paths) - 6} more" if len(paths) > 6 else ""
+    return ", ".join(paths[:6]) + more
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+@main.command("convert")
+@click.argument("source")
+@click.argument("target")
+@_convert_options
+@_source_options
+@_memory_options
+@click.option("--workers", type=click.IntRange(1, 256), default=1, show_default=True)
+@click.option("--dry-run", is_flag=True, help="Stop after the plan.")
+@click.option("--no-verify", is_flag=True, help="Skip the comparison after writing.")
+@click.option("--set-latest", is_flag=True, help="Move an existing run folder's tracker.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
+@_json_option
+@_guarded
+def convert_command(
+    source: str, target: str, as_json: bool, dry_run: bool, no_verify: bool, **kwargs: Any
+) -> int:
+    """Convert SRC to DST; verified before it is published, resumed by the same command."""
+    from reshard.convert import convert, make_plan, plan_report
+
+    options = _options({**kwargs, "verify": not no_verify})
+    if dry_run:
+        report: Any = plan_report(make_plan(source, options))
+        _emit(report, _plan_lines(report), as_json)
+        return 0
+    bars = Bars(shown=sys.stderr.isatty())
+    try:
+        report = convert(source, target, options, bars)
+    finally:
+        bars.close()
+    text = _plan_lines(report)
+    if report.get("already"):
+        text = [f"{report['path']} is finished already, by the same plan"]
+    else:
+        done = report["verified"]
+        text += [f"  {slot:<9} fingerprint {d}" for slot, d in report["fingerprints"].items()]
+        text.append(
+            f"verified: {done['tensors']} of {done['of']} tensors bit-exact"
+            if options.verify
+            else "not verified, as asked"
+        )
+        text.append(f"{report['path']}")
+    _emit(report, text, as_json)
+    return 0
+
+
+@main.command("verify")
+@click.argument("checkpoint")
+@click.option("--against", metavar="OTHER", help="Compare logical content with another.")
+@_source_options
+@_memory_options
+@_json_option
+@_guarded
+def verify_command(
+    checkpoint: str, against: str | None, as_json: bool, memory: int, block: int, **options: Any
+) -> int:
+    """Structure, coverage, replicas, masters, recorded digests."""
+    from reshard.engine import block_elements
+    from reshard.verify import verify
+
+    elements = block_elements(memory, block, 1)
+    report = verify(_open(checkpoint, options), elements=elements)
+    findings: Any = report["findings"]
+    text = [f"{report['path']}: {report['tensors']} tensors whole"]
+    text += [f"  finding   {f['code']}: {f['what']}: {f['detail']}" for f in findings]
+    code = 0
+    if against is not None:
+        other, more, code = _diff(checkpoint, against, options, elements, False)
+        report |= {"status": other["status"], "against": other}
+        text += more
+    _emit(report, text, as_json)
+    return code
+
+
+def _diff(
+    left: str, right: str, options: Mapping[str, Any], elements: int, extras: bool
+) -> tuple[dict[str, Json], list[str], int]:
+    from reshard.diff import differences
+
+    found, compared = differences(
+        _open(left, options), _open(right, options), elements=elements, extras=extras
+    )
+    report: dict[str, Json] = {
+        "status": "different" if found else "equal",
+        "compared": compared,
+        "differences": [{"what": d.what, "kind": d.kind, "detail": d.detail} for d in found],
+    }
+    text = [f"{d.kind}: {d.what}: {d.detail}" for d in found]
+    text.append(f"{len(found)} differences" if found else f"equal: {compared} tensors bit for bit")
+    return report, text, 3 if found else 0
+
+
+@main.command("diff")
+@click.argument("left")
+@click.argument("right")
+@click.option("--extras", is_flag=True, help="Extras count too.")
+@click.option("--vocab-size", type=int, help="True vocabulary, without padding rows.")
+@_memory_options
+@_json_option
+@_guarded
+def diff_command(
+    left: str, right: str, extras: bool, as_json: bool, memory: int, block: int, **options: Any
+) -> int:
+    """Logical difference of A and B across formats and topologies."""
+    from reshard.engine import block_elements
+
+    report, text, code = _diff(left, right, options, block_elements(memory, block, 1), extras)
+    _emit(report, text, as_json)
+    return code
+
+
+@main.command("fingerprint")
+@click.argument("checkpoint")
+@_source_options
+@_memory_options
+@_json_option
+@_guarded
+def fingerprint_command(
+    checkpoint: str, as_json: bool, memory: int, block: int, **options: Any
+) -> int:
+    """One digest per slot, the same for every topology and container."""
+    from reshard.engine import block_elements
+    from reshard.fingerprint import slot_digests
+    from reshard.readback import fingerprints
+
+    opened = _open(checkpoint, options)
+    sums = fingerprints(opened, elements=block_elements(memory, block, 1))
+    slots = slot_digests(opened.layout.tensors.values(), {t: s.hex for t, s in sums.items()})
+    report: dict[str, Json] = {
+        "status": "ok",
+        "path": str(opened.path),
+        "naming": opened.layout.naming,
+        "tensors": len(sums),
+        "fingerprints": dict(slots),
+    }
+    _emit(report, [f"{slot} {digest}" for slot, digest in slots.items()], as_json)
+    return 0
+
+
+@main.command("formats")
+@_json_option
+@_guarded
+def formats_command(as_json: bool) -> int:
+    """The formats that are read and written."""
+    from reshard.format import formats
+
+    known, broken = formats()
+    rows: list[Json] = [
+        {"name": f.name, "summary": f.summary, "reads": True, "writes": f.writes} for f in known
+    ]
+    report: dict[str, Json] = {"status": "ok", "formats": rows, "skipped": list(broken)}
+    text = [f"{f.name:<18} read{', written' if f.writes else '':<10} {f.summary}" for f in known]
+    _emit(report, text + list(broken), as_json)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

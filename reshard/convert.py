@@ -1,0 +1,379 @@
+"""The conversion, whole: open, declare, plan, stage, move, verify, publish."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from reshard import commit, manifest
+from reshard.checkpoint import Checkpoint, Json
+from reshard.commit import Staging
+from reshard.engine import Moved, Mover, block_elements, move_all
+from reshard.errors import FormatError, LossError, UsageError, VerifyError
+from reshard.files import Files
+from reshard.fingerprint import Sum, complete
+from reshard.format import (
+    Loss,
+    OpenOptions,
+    WriteOptions,
+    find,
+    open_checkpoint,
+)
+from reshard.plan import Plan, loss_lines
+from reshard.plan import plan as join_plan
+from reshard.readback import read_files
+from reshard.tensor import PARAM, TensorId
+from reshard.topology import Target, parse_target
+from reshard.version import VERSION
+
+Progress = Callable[[str, int, int], object]  # phase, bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything a user may say of a conversion, as on the command line."""
+
+    to: str | None = None
+    given: str | None = None  # --from
+    like: str | None = None
+    iteration: int | None = None
+    weights_only: bool = False
+    dtype: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    strict: bool = False
+    memory: int = 1 << 30
+    block: int = 1 << 20
+    workers: int = 1
+    verify: bool = True
+    first_replica: bool = False
+    set_latest: bool = False
+    overwrite: bool = False
+
+    def shown(self) -> dict[str, Json]:
+        """What the manifest records."""
+        kept = ("to", "given", "like", "weights_only", "dtype", "vocab_size", "first_replica")
+        shown: dict[str, Json] = {k: getattr(self, k) for k in kept if getattr(self, k)}
+        for k in ("include", "exclude"):
+            if getattr(self, k):
+                shown[k] = list(getattr(self, k))
+        return shown
+
+
+def source_options(options: Options) -> OpenOptions:
+    """What `--from`, `--iteration`, `--vocab-size` say about the source."""
+    given = parse_target(options.given) if options.given else Target(None, None)
+    return OpenOptions(given, options.iteration, options.vocab_size, options.weights_only)
+
+
+def select(checkpoint: Checkpoint, options: Options) -> Checkpoint:
+    """The checkpoint without the slots and names that the options leave out."""
+
+    def kept(tensor: TensorId) -> bool:
+        if options.weights_only and tensor.slot != PARAM:
+            return False
+        if options.include and not any(
+            fnmatch.fnmatchcase(tensor.name, g) for g in options.include
+        ):
+            return False
+        return not any(fnmatch.fnmatchcase(tensor.name, g) for g in options.exclude)
+
+    if options.weights_only and not any(t.slot == PARAM for t in checkpoint.layout.tensors):
+        raise LossError(f"{checkpoint.path}: holds no weights, only {_slots(checkpoint)}")
+    tensors = {t: v for t, v in checkpoint.layout.tensors.items() if kept(t)}
+    if not tensors:
+        raise UsageError("--include and --exclude leave no tensor")
+    if len(tensors) == len(checkpoint.layout.tensors):
+        return checkpoint
+    return replace(checkpoint, layout=replace(checkpoint.layout, tensors=tensors))
+
+
+def _slots(checkpoint: Checkpoint) -> str:
+    return ", ".join(sorted({t.slot for t in checkpoint.layout.tensors}))
+
+
+def make_plan(source: str | Path, options: Options) -> Plan:
+    """Open the source, declare the target, join them. Reads headers only."""
+    if options.to is None and options.like is None:
+        raise UsageError("say what to write: --to TARGET or --like DIR")
+    whole = open_checkpoint(source, source_options(options))
+    checkpoint = select(whole, options)
+    like = open_checkpoint(options.like, OpenOptions()) if options.like else None
+    target = parse_target(options.to) if options.to else Target(None, None)
+    name = target.format or (like.format if like else whole.format)
+    form = find(name)
+    if not form.writes:
+        raise FormatError(f"format {name!r} is read, not written. See `reshard formats`.")
+    write = WriteOptions(
+        options.weights_only, options.dtype, options.vocab_size, like, dict(target.options)
+    )
+    declaration = form.declare(checkpoint, target, write)
+    planned = join_plan(checkpoint, declaration, narrow=options.dtype is not None)
+    losses = list(planned.losses)
+    if options.weights_only and len(checkpoint.layout.tensors) < len(whole.layout.tensors):
+        n = len(whole.layout.tensors) - len(checkpoint.layout.tensors)
+        losses.append(
+            Loss("weights-only", "optimizer", f"{n} optimizer tensors left behind, as asked")
+        )
+    if options.include or options.exclude:
+        n = len(whole.layout.tensors) - len(checkpoint.layout.tensors)
+        losses.append(Loss("excluded", "tensors", f"{n} tensors left out, as asked"))
+    planned = replace(planned, losses=tuple(losses))
+    if options.strict and planned.losses:
+        raise LossError(
+            "--strict forbids every loss, and this conversion has: "
+            + "; ".join(loss_lines(planned.losses))
+        )
+    return planned
+
+
+def plan_digest(planned: Plan) -> str:
+    """What identifies a conversion: its source's files and every byte of its target's headers."""
+    h = hashlib.blake2b(digest_size=16)
+    source, target = planned.source, planned.target
+    for name in source.files:
+        stat = os.stat(source.path / name)
+        h.update(f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}\n".encode())
+    h.update(f"{source.format}\t{target.format}\t{target.topology}\t{target.folder}\n".encode())
+    for draft in target.drafts:
+        h.update(f"{draft.name}\t{draft.size}\n".encode())
+        for offset, data in draft.literals:
+            h.update(offset.to_bytes(8, "little"))
+            h.update(data)
+    for tensor, feed in planned.feeds.items():
+        if tensor != feed:
+            h.update(f"{tensor}\t{feed}\n".encode())
+    return h.hexdigest()
+
+
+def plan_report(planned: Plan) -> dict[str, Json]:
+    """What `plan --json` prints."""
+    target = planned.target
+    return {
+        "status": "ok",
+        "source": describe(planned.source),
+        "target": {
+            "format": target.format,
+            "topology": str(target.topology),
+            "folder": target.folder,
+            "files": len(target.drafts),
+            "bytes": sum(d.size for d in target.drafts),
+            "largest_file": max((d.size for d in target.drafts), default=0),
+            "trackers": sorted(target.trackers),
+        },
+        "tensors": len(target.layout.tensors),
+        "copies": planned.copies,
+        "fills": planned.fills,
+        "bytes_read": planned.bytes_read,
+        "bytes_written": planned.bytes_written,
+        "read_amplification": amplification(planned),
+        "replicated_elements": planned.replicas,
+        "losses": [{"code": x.code, "what": x.what, "detail": x.detail} for x in planned.losses],
+        "notes": list(planned.notes),
+        "fates": [{"path": f.path, "kind": f.kind, "detail": f.detail} for f in target.fates],
+        "recipe": dict(target.recipe),
+    }
+
+
+def amplification(planned: Plan) -> float:
+    """Bytes read over the bytes of the tensors that are moved."""
+    needed = sum(planned.source.layout.tensors[f].nbytes for f in set(planned.feeds.values()))
+    return round(planned.bytes_read / needed, 3) if needed else 1.0
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Json]:
+    """A checkpoint in one line of JSON."""
+    return {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "version": checkpoint.version,
+        "topology": str(checkpoint.topology),
+        "iteration": checkpoint.iteration,
+    }
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    options: Options,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Json]:
+    """Convert a checkpoint; the report is what `convert --json` prints.
+
+    Nothing that looks complete is left behind unless it is complete and verified.
+    """
+    started = time.time()
+    planned = make_plan(source, options)
+    place = Path(target)
+    digest = plan_digest(planned)
+    final = place / planned.target.folder
+    before = manifest.read(final) if final.is_dir() else None
+    if before is not None and before.get("plan") == digest:
+        return {**plan_report(planned), "status": "ok", "already": True, "path": str(final)}
+    commit.check_target(place, planned.target, overwrite=options.overwrite)
+    _not_inside(planned.source.path, place)
+    commit.check_space(place, planned.target.drafts)
+    staging = commit.open_staging(place, planned.target.folder, digest)
+    try:
+        return _run(planned, staging, options, digest, started, progress)
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit, OSError)):
+            staging.release()
+        else:
+            staging.discard()
+        raise
+
+
+def _not_inside(source: Path, target: Path) -> None:
+    resolved = target.resolve()
+    if resolved == source.resolve() or source.resolve() in resolved.parents:
+        raise UsageError(f"{target} lies inside the source {source}; choose another DST")
+
+
+def _run(
+    planned: Plan,
+    staging: Staging,
+    options: Options,
+    digest: str,
+    started: float,
+    progress: Progress,
+) -> dict[str, Json]:
+    target = planned.target
+    staging.lay_out(target.drafts)
+    elements = block_elements(options.memory, options.block, options.workers)
+    sums, losses = _move(planned, staging, options, elements, progress)
+    planned = replace(planned, losses=(*planned.losses, *losses))
+    if options.strict and losses:
+        raise LossError("--strict forbids every loss: " + "; ".join(loss_lines(losses)))
+    digests: Mapping[str, str] = {}
+    checked = _verify(planned, staging, options, elements, sums, progress)
+    if checked is not None:
+        digests = checked
+    first = manifest.head(
+        planned,
+        sums,
+        digests,
+        tool=VERSION,
+        digest=digest,
+        options=options.shown(),
+        verified=checked is not None and options.verify,
+        started=started,
+        ended=time.time(),
+    )
+    manifest.write(staging.files, first, planned, sums)
+    trackers = target.trackers
+    if not options.set_latest and any((staging.target / t).exists() for t in trackers):
+        trackers = {t: d for t, d in trackers.items() if not (staging.target / t).exists()}
+    staging.publish(trackers, overwrite=options.overwrite)
+    return {
+        **plan_report(planned),
+        "path": str(staging.final),
+        "plan": digest,
+        "verified": {
+            "tensors": len(sums) if options.verify else 0,
+            "of": len(sums),
+            "files": len(digests),
+        },
+        "fingerprints": first["fingerprints"],
+        "resumed": staging.resumed,
+        "seconds": round(time.time() - started, 3),
+        "trackers_written": sorted(trackers),
+    }
+
+
+def _move(
+    planned: Plan, staging: Staging, options: Options, elements: int, progress: Progress
+) -> tuple[dict[TensorId, Sum], list[Loss]]:
+    """Move what the journal does not name yet; fingerprints of everything, losses found."""
+    target = planned.target
+    total, moved_bytes, unsynced = planned.bytes_written, 0, 0
+    sums: dict[TensorId, Sum] = {t: s for row in staging.done.values() for t, s in row.items()}
+    losses = list(staging.losses)
+    work = {n: ts for n, ts in planned.names.items() if n not in staging.done}
+    finished: dict[str, dict[TensorId, Sum]] = {}
+    found: list[Loss] = []
+
+    def advance(n: int) -> None:
+        nonlocal moved_bytes
+        moved_bytes += n
+        progress("move", moved_bytes, total)
+
+    with (
+        Files(planned.source.path) as source,
+        Files(staging.files, writable=True) as out,
+        contextlib.ExitStack() as stack,
+    ):
+        mover = Mover(planned, source, out, elements, options.first_replica, advance)
+        executor = None
+        if options.workers > 1:
+            executor = stack.enter_context(ThreadPoolExecutor(options.workers))
+
+        def done(name: str, moved: Moved) -> None:
+            nonlocal unsynced, finished, found
+            for tensor, total_ in moved.sums.items():
+                if not complete(target.layout.tensors[tensor], total_):
+                    raise VerifyError(f"{tensor}: {total_.elements} elements moved")
+            sums.update(moved.sums)
+            losses.extend(moved.losses)
+            found.extend(moved.losses)
+            finished[name] = moved.sums
+            unsynced += sum(target.layout.tensors[t].nbytes for t in moved.sums)
+            if unsynced >= commit.SYNC_EVERY:
+                staging.record(out, target.drafts, finished, found)
+                unsynced, finished, found = 0, {}, []
+
+        move_all(mover, work, executor, done)
+        staging.record(out, target.drafts, finished, found)
+    return sums, losses
+
+
+def _verify(
+    planned: Plan,
+    staging: Staging,
+    options: Options,
+    elements: int,
+    sums: Mapping[TensorId, Sum],
+    progress: Progress,
+) -> dict[str, str] | None:
+    """Open the staged files with no memory of the plan, read them once, compare every tensor."""
+    target = planned.target
+    total, read = sum(d.size for d in target.drafts), 0
+
+    def advance(n: int) -> None:
+        nonlocal read
+        read += n
+        progress("verify", read, total)
+
+    if not options.verify and not any(d.checksums for d in target.drafts):
+        return None
+    given = Target(target.format, None)
+    cold = find(target.format).open(
+        staging.files, OpenOptions(given, vocab_size=target.vocab_size, weights_only=False)
+    )
+    back = read_files(cold, target.drafts, elements=elements, progress=advance)
+    if not options.verify:
+        return back.digests
+    missing = [t for t in target.layout.tensors if t not in back.sums]
+    extra = [t for t in back.sums if t not in target.layout.tensors]
+    if missing or extra:
+        raise VerifyError(
+            f"read back, the target holds {len(back.sums)} tensors, not {len(sums)}: "
+            f"missing {[str(t) for t in missing[:3]]}, unexpected {[str(t) for t in extra[:3]]}"
+        )
+    for tensor, expected in sums.items():
+        got = back.sums[tensor]
+        if (got.a, got.b, got.elements) != (expected.a, expected.b, expected.elements):
+            raise VerifyError(
+                f"{tensor}: read back with fingerprint {got.hex}, written with {expected.hex}. "
+                "The disk or the network returned other bytes than were written; nothing was "
+                "published. Run it again, on another disk if it repeats."
+            )
+    return back.digests

@@ -1,0 +1,153 @@
+"""Logical difference of two checkpoints across formats and topologies, slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.errors import CoverageError
+from reshard.files import Files, blocks
+from reshard.plan import cover
+from reshard.readback import read_block
+from reshard.tensor import TensorId
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which two checkpoints differ."""
+
+    what: str  # the tensor, group option or extra
+    kind: str  # only-left | only-right | shape | dtype | bits | step | option | extra
+    detail: str
+
+
+def differences(
+    left: Checkpoint,
+    right: Checkpoint,
+    *,
+    elements: int,
+    extras: bool = False,
+    slots: frozenset[str] | None = None,
+    progress: Callable[[int], object] = lambda _: None,
+) -> tuple[list[Difference], int]:
+    """What differs, and how many tensors were compared bit for bit over the true shape."""
+    if left.layout.naming != right.layout.naming:
+        raise CoverageError(
+            f"{left.path} names its tensors as {left.layout.naming!r}, {right.path} as "
+            f"{right.layout.naming!r}; no family joins the two, so they cannot be compared"
+        )
+    out: list[Difference] = []
+    compared = 0
+    mine = {t for t in left.layout.tensors if slots is None or t.slot in slots}
+    theirs = {t for t in right.layout.tensors if slots is None or t.slot in slots}
+    out += [Difference(str(t), "only-left", f"not in {right.path}") for t in sorted(mine - theirs)]
+    out += [Difference(str(t), "only-right", f"not in {left.path}") for t in sorted(theirs - mine)]
+    with Files(left.path) as a, Files(right.path) as b:
+        for tensor in sorted(mine & theirs):
+            found = _compare(left, right, tensor, a, b, elements, progress)
+            compared += 1
+            if found is not None:
+                out.append(found)
+    if slots is None:
+        out += _steps(left.steps, right.steps)
+        out += _groups(left.groups, right.groups)
+    if extras:
+        out += _extras(left.extras, right.extras)
+    return out, compared
+
+
+def _compare(
+    left: Checkpoint,
+    right: Checkpoint,
+    tensor: TensorId,
+    a: Files,
+    b: Files,
+    elements: int,
+    progress: Callable[[int], object],
+) -> Difference | None:
+    x, y = left.layout.tensors[tensor], right.layout.tensors[tensor]
+    if x.shape != y.shape:
+        return Difference(str(tensor), "shape", f"{list(x.shape)} and {list(y.shape)}")
+    if x.dtype != y.dtype:
+        return Difference(str(tensor), "dtype", f"{x.dtype.name} and {y.dtype.name}")
+    left.layout.check(tensor)
+    right.layout.check(tensor)
+    ours, theirs = cover(left.layout.pieces(tensor)), cover(right.layout.pieces(tensor))
+    different, first = 0, ""
+    bits = np.dtype((np.void, x.dtype.itemsize))
+    for box in blocks(x.shape, elements):
+        v = read_block(a, ours.parts.near(box), box, x)
+        w = read_block(b, theirs.parts.near(box), box, y)
+        progress(v.nbytes)
+        p, q = (np.ascontiguousarray(z).reshape(-1).view(bits) for z in (v, w))
+        unequal = p != q
+        n = int(np.count_nonzero(unequal))
+        if n and not first:
+            i = np.unravel_index(int(np.argmax(unequal)), box.shape)
+            at = [int(k) + s for k, s in zip(i, box.start, strict=True)]
+            first = f"first at {at}: {v[i]} and {w[i]}"
+        different += n
+    if different:
+        return Difference(
+            str(tensor), "bits", f"{different} of {_numel(x.shape)} elements; {first}"
+        )
+    return None
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for d in shape:
+        n *= d
+    return n
+
+
+def _steps(left: Mapping[str, float], right: Mapping[str, float]) -> list[Difference]:
+    out = []
+    for name in sorted(left.keys() | right.keys()):
+        if left.get(name) != right.get(name):
+            out.append(Difference(name, "step", f"{left.get(name)} and {right.get(name)}"))
+    return out
+
+
+def _groups(
+    left: tuple[ParamGroup, ...] | None, right: tuple[ParamGroup, ...] | None
+) -> list[Difference]:
+    """Options compared by tensor: how members are grouped is the topology's business."""
+    mine, theirs = _by_member(left), _by_member(right)
+    out: dict[tuple[str, str], Difference] = {}
+    for name in sorted(mine.keys() & theirs.keys()):
+        for option in sorted(mine[name].keys() & theirs[name].keys()):
+            x, y = mine[name][option], theirs[name][option]
+            if _plain(x) != _plain(y):
+                key = (option, f"{x} and {y}")
+                out.setdefault(key, Difference(f"{name}: {option}", "option", f"{x} and {y}"))
+    if (left is None) != (right is None):
+        out["", ""] = Difference("optimizer", "only-left" if right is None else "only-right", "")
+    return list(out.values())
+
+
+def _by_member(groups: tuple[ParamGroup, ...] | None) -> dict[str, Mapping[str, Json]]:
+    return {name: g.options for g in groups or () for name in g.members}
+
+
+def _plain(value: Json) -> Json:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _extras(left: Mapping[str, Json], right: Mapping[str, Json]) -> list[Difference]:
+    out = []
+    for path in sorted(left.keys() | right.keys()):
+        if path not in left:
+            out.append(Difference(path, "extra", "only right"))
+        elif path not in right:
+            out.append(Difference(path, "extra", "only left"))
+        elif _plain(left[path]) != _plain(right[path]):
+            out.append(Difference(path, "extra", f"{left[path]} and {right[path]}"))
+    return out

@@ -1,0 +1,193 @@
+"""Reading and writing byte ranges of many files with a bounded number of them open."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.box import Box, row_major
+from reshard.errors import CorruptError
+from reshard.layout import Piece
+
+Array = npt.NDArray[Any]
+
+_OPEN_FILES = 128
+#: A strided read takes the whole span if at most this many times the wanted bytes lie in it.
+_SPAN = 4
+
+
+class Files:
+    """The files below one folder, opened on demand, the least recently used one closed."""
+
+    def __init__(self, folder: Path, *, writable: bool = False) -> None:
+        self.folder = folder
+        self._flags = os.O_RDWR if writable else os.O_RDONLY
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._busy: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def _acquire(self, name: str) -> int:
+        with self._lock:
+            self._busy[name] = self._busy.get(name, 0) + 1
+            fd = self._open.get(name)
+            if fd is not None:
+                self._open.move_to_end(name)
+                return fd
+            for other in list(self._open):
+                if len(self._open) < _OPEN_FILES:
+                    break
+                if not self._busy.get(other):
+                    os.close(self._open.pop(other))
+            try:
+                fd = os.open(self.folder / name, self._flags | os.O_CLOEXEC)
+            except OSError as error:
+                self._busy[name] -= 1
+                raise CorruptError(f"{self.folder / name}: cannot be opened: {error}") from error
+            self._open[name] = fd
+            return fd
+
+    def _release(self, name: str) -> None:
+        with self._lock:
+            self._busy[name] -= 1
+
+    def pread(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes at `offset`. Raises CorruptError if the file ends before."""
+        fd = self._acquire(name)
+        try:
+            done = 0
+            while done < len(out):
+                n = os.preadv(fd, [out[done:]], offset + done)
+                if n == 0:
+                    raise CorruptError(
+                        f"{self.folder / name}: cut short: {len(out)} bytes wanted at {offset}, "
+                        f"{done} there. Copy or save it again."
+                    )
+                done += n
+        finally:
+            self._release(name)
+
+    def pwrite(self, name: str, offset: int, data: memoryview) -> None:
+        """Write all of `data` at `offset`."""
+        fd = self._acquire(name)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], offset + done)
+        finally:
+            self._release(name)
+
+    def sync(self, name: str) -> None:
+        """Make what was written to a file durable."""
+        fd = self._acquire(name)
+        try:
+            os.fsync(fd)
+        finally:
+            self._release(name)
+
+    def close(self) -> None:
+        """Close every file."""
+        with self._lock:
+            for fd in self._open.values():
+                os.close(fd)
+            self._open.clear()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, piece: Piece, box: Box) -> Array:
+        """The values of `box` (inside the piece), as a row-major array of its shape."""
+        array = piece.array
+        out = np.empty(box.shape, array.dtype.numpy)
+        if out.size:
+            self._read_into(piece, box, out)
+        return out
+
+    def _read_into(self, piece: Piece, box: Box, out: Array) -> None:
+        item = piece.array.dtype.itemsize
+        base = piece.base_of(box)
+        span = 1 + sum((n - 1) * s for n, s in zip(box.shape, piece.strides, strict=True))
+        if is_dense(box.shape, piece.strides) and out.flags.c_contiguous:
+            self.pread(piece.array.file, piece.array.offset + base * item, as_bytes(out))
+        elif span <= _SPAN * out.size:
+            raw = np.empty(span, out.dtype)
+            self.pread(piece.array.file, piece.array.offset + base * item, as_bytes(raw))
+            out[...] = np.lib.stride_tricks.as_strided(
+                raw, box.shape, tuple(s * item for s in piece.strides), writeable=False
+            )
+        else:
+            for i, part in enumerate(_along(box, _widest(box, piece.strides))):
+                axis = _widest(box, piece.strides)
+                self._read_into(piece, part, out[(slice(None),) * axis + (slice(i, i + 1),)])
+
+    def write(self, piece: Piece, box: Box, values: Array) -> None:
+        """Put the values of `box` (inside the piece) where they belong."""
+        if not values.size:
+            return
+        item = piece.array.dtype.itemsize
+        if is_dense(box.shape, piece.strides):
+            data = np.ascontiguousarray(values)
+            offset = piece.array.offset + piece.base_of(box) * item
+            self.pwrite(piece.array.file, offset, as_bytes(data))
+            return
+        axis = _widest(box, piece.strides)
+        for i, part in enumerate(_along(box, axis)):
+            self.write(piece, part, values[(slice(None),) * axis + (slice(i, i + 1),)])
+
+
+def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a box with these strides is one contiguous row-major run."""
+    return all(n == 1 or s == r for n, s, r in zip(shape, strides, row_major(shape), strict=True))
+
+
+def _widest(box: Box, strides: tuple[int, ...]) -> int:
+    """The axis of more than one element with the longest stride."""
+    return max((i for i, n in enumerate(box.shape) if n > 1), key=lambda i: strides[i], default=0)
+
+
+def _along(box: Box, axis: int) -> list[Box]:
+    """The box cut into slices of one element along an axis."""
+    return [
+        Box(
+            (*box.start[:axis], i, *box.start[axis + 1 :]),
+            (*box.stop[:axis], i + 1, *box.stop[axis + 1 :]),
+        )
+        for i in range(box.start[axis], box.stop[axis])
+    ]
+
+
+def as_bytes(array: Array) -> memoryview:
+    """The bytes of a contiguous array, writable where it is."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def blocks(shape: tuple[int, ...], limit: int) -> list[Box]:
+    """The tensor cut into row-major runs of whole leading indices, at most `limit` elements each."""
+    if prod(shape) == 0:
+        return []
+    return _blocks(Box.whole(shape), 0, max(1, limit))
+
+
+def _blocks(box: Box, axis: int, limit: int) -> list[Box]:
+    if axis >= len(box.start) or box.numel <= limit:
+        return [box]
+    row = prod(box.shape[axis + 1 :])
+    a, b = box.start[axis], box.stop[axis]
+    step = max(1, limit // row)
+    out: list[Box] = []
+    for i in range(a, b, step):
+        part = Box(
+            (*box.start[:axis], i, *box.start[axis + 1 :]),
+            (*box.stop[:axis], min(i + step, b), *box.stop[axis + 1 :]),
+        )
+        out += _blocks(part, axis + 1, limit) if row > limit else [part]
+    return out

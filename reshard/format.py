@@ -1,0 +1,197 @@
+"""What a converter must offer, how formats are found, and how a folder is recognised."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from reshard.checkpoint import Checkpoint, Json
+from reshard.errors import FormatError
+from reshard.layout import Draft, Layout
+from reshard.tensor import TensorId
+from reshard.topology import Target, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Something the target will not have. `code` is stable; `--strict` refuses any."""
+
+    code: str  # "narrowed", "slot-dropped", "derived", "rng-derived", "extra-dropped", …
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one field of the source that is not a tensor."""
+
+    path: str
+    kind: str  # keep | remap | derive | drop
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """What a user says about a source that its files may not say."""
+
+    given: Target = field(default_factory=lambda: Target(None, None))  # --from
+    iteration: int | None = None
+    vocab_size: int | None = None
+    weights_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """What a user says about the target beside TARGET."""
+
+    weights_only: bool = False
+    dtype: str | None = None
+    vocab_size: int | None = None
+    like: Checkpoint | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A target, declared: every file, every offset, every tensor; nothing is written yet.
+
+    `folder` is where the files go below the run folder ("" for the run folder itself).
+    `trackers` are written last, below the run folder. `explained` are source tensors that have no
+    place of their own because something else stands for them (a tied copy).
+    """
+
+    format: str
+    topology: Topology
+    folder: str
+    layout: Layout
+    drafts: Sequence[Draft]
+    trackers: Mapping[str, bytes] = field(default_factory=dict)
+    losses: tuple[Loss, ...] = ()
+    notes: tuple[str, ...] = ()
+    fates: tuple[Fate, ...] = ()
+    recipe: Mapping[str, Json] = field(default_factory=dict)
+    explained: frozenset[TensorId] = frozenset()
+    vocab_size: int | None = None  # true rows of vocabulary tensors, where files do not say
+
+
+@runtime_checkable
+class Format(Protocol):
+    """One way a checkpoint lies on disk.
+
+    `recognise` says why a folder is one ("holds metadata.json with backend torch_dist"), or None.
+    `runs` lists the checkpoints of a run folder as (iteration, folder), newest last, and the one
+    its tracker names. A format that cannot be written raises FormatError from `declare`.
+    """
+
+    name: str
+    summary: str
+    writes: bool
+
+    def recognise(self, folder: Path) -> str | None:
+        """Why this folder is a checkpoint of the format, or None."""
+        ...
+
+    def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
+        """The checkpoint of a run folder that its tracker or `iteration` names, or None."""
+        ...
+
+    def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
+        """Read headers; no tensor bytes."""
+        ...
+
+    def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
+        """Lay out every file of the target."""
+        ...
+
+
+def _built_in() -> Iterator[Format]:
+    package = importlib.import_module("reshard.converters")
+    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
+        yield from importlib.import_module(f"reshard.converters.{module}").FORMATS
+
+
+@cache
+def formats() -> tuple[tuple[Format, ...], tuple[str, ...]]:
+    """Every format, ours and registered under `reshard.formats`; and why some were skipped."""
+    found = list(_built_in())
+    broken: list[str] = []
+    for entry in entry_points(group="reshard.formats"):
+        try:
+            plug_in = entry.load()
+            if not isinstance(plug_in, Format):
+                raise TypeError("it is not a reshard.format.Format")
+            found.append(plug_in)
+        except (
+            Exception
+        ) as error:  # a stranger's module may raise anything; it is named, not hidden
+            broken.append(f"plug-in {entry.name} ({entry.value}) is skipped: {error}")
+    return tuple(found), tuple(broken)
+
+
+def find(name: str) -> Format:
+    """The format of this name. Raises FormatError naming those that exist."""
+    known, _ = formats()
+    for f in known:
+        if f.name == name:
+            return f
+    raise FormatError(
+        f"format {name!r} is not known. Known: {', '.join(sorted(f.name for f in known))}."
+    )
+
+
+def _candidates(path: Path, options: OpenOptions) -> list[tuple[Format, Path, str]]:
+    found = []
+    known, _ = formats()
+    for f in known:
+        if options.given.format not in (None, f.name):
+            continue
+        folder = path
+        why = f.recognise(path)
+        if why is None:
+            inner = f.checkpoint_folder(path, options.iteration)
+            if inner is None:
+                continue
+            why = f.recognise(inner)
+            if why is None:
+                continue
+            folder = inner
+        found.append((f, folder, why))
+    return found
+
+
+def recognise(path: Path, options: OpenOptions) -> tuple[Format, Path]:
+    """The format of a checkpoint or run folder, and the checkpoint's own folder.
+
+    Raises FormatError if no format or more than one fits.
+    """
+    if not path.exists():
+        raise FormatError(f"{path} does not exist")
+    found = _candidates(path, options)
+    if len(found) == 1:
+        return found[0][0], found[0][1]
+    if found:
+        listed = "; ".join(f"{f.name} ({why})" for f, _, why in found)
+        raise FormatError(
+            f"{path} could be more than one checkpoint: {listed}. Say which with --from FORMAT."
+        )
+    known, _ = formats()
+    if options.given.format is not None:
+        find(options.given.format)
+    raise FormatError(
+        f"{path} is no checkpoint that reshard knows"
+        + (f" as {options.given.format}" if options.given.format else "")
+        + f" (looked for: {', '.join(sorted(f'{f.name}: {f.summary}' for f in known))})"
+    )
+
+
+def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Checkpoint:
+    """Open a checkpoint or the one that a run folder's tracker names. Headers only."""
+    options = options or OpenOptions()
+    form, folder = recognise(Path(path), options)
+    return form.open(folder, options)

@@ -1,0 +1,147 @@
+"""Stored arrays, pieces and layouts, and the check for gaps and clashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from reshard.box import Box, flat_boxes, row_major, uncovered
+from reshard.dtypes import DType
+from reshard.errors import CoverageError
+from reshard.tensor import LogicalTensor, TensorId
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """A contiguous row-major array at a byte offset of one file.
+
+    `file` is relative to the checkpoint's folder, "/" between parts. `key` is the framework's own
+    name, for messages. `holder` names the rank or file group that wrote it, for messages.
+    `codec` "zstd": the elements lie somewhere in a compressed run, read and written whole:
+    bytes [offset, offset + packed) hold the stream, the elements start at byte `inner` of it.
+    """
+
+    file: str
+    offset: int  # bytes from the start of the file
+    shape: tuple[int, ...]
+    dtype: DType
+    key: str
+    holder: str = ""
+    codec: str | None = None
+    packed: int = 0  # bytes of the compressed run
+    inner: int = 0  # bytes into the decompressed run
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, uncompressed."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This box of a logical tensor lies in these elements of a stored array.
+
+    Element `i` of the tensor (i inside `box`) is element
+    `base + sum(strides[k] * (i[k] - box.start[k]))` of the array's row-major order.
+    A column cut, a transpose, a fused or stacked tensor, a flat run: all are strides.
+    """
+
+    box: Box
+    array: StoredArray
+    base: int  # elements
+    strides: tuple[int, ...]  # elements, one per logical axis
+
+    def base_of(self, box: Box) -> int:
+        """Where the first element of `box`, which lies inside self.box, is in the array."""
+        return self.base + sum(
+            s * (a - b) for s, a, b in zip(self.strides, box.start, self.box.start, strict=True)
+        )
+
+
+def place(box: Box, array: StoredArray, at: Sequence[int] | None = None) -> Piece:
+    """The piece for `box` lying in `array` as the equal-sized box that starts at `at`.
+
+    `at` has the array's rank and defaults to its origin. If the array has more axes than the
+    tensor, the extra leading ones have size one in the box (a stack of layers or experts).
+    """
+    strides = row_major(array.shape)
+    start = tuple(at) if at is not None else (0,) * len(array.shape)
+    base = sum(s * a for s, a in zip(strides, start, strict=True))
+    return Piece(box, array, base, strides[len(strides) - len(box.start) :])
+
+
+def place_flat(
+    shape: Sequence[int], start: int, stop: int, array: StoredArray, base: int
+) -> list[Piece]:
+    """Pieces for elements [start, stop) of a flattened tensor, lying at element `base` of `array`."""
+    pieces: list[Piece] = []
+    strides = row_major(shape)
+    for box in flat_boxes(shape, start, stop):
+        first = sum(s * a for s, a in zip(strides, box.start, strict=True))
+        pieces.append(Piece(box, array, base + first - start, strides))
+    return pieces
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which logical tensors there are, and where each one's elements lie.
+
+    Pieces are made per tensor on request and never held as one list.
+    `naming` says whose names these are: two layouts are joined only under one naming.
+    """
+
+    tensors: Mapping[TensorId, LogicalTensor]
+    pieces_of: Callable[[TensorId], Sequence[Piece]]
+    naming: str
+
+    def pieces(self, tensor: TensorId) -> Sequence[Piece]:
+        """All pieces of a tensor, replicas included, in the order their holders wrote them."""
+        return self.pieces_of(tensor)
+
+    def check(self, tensor: TensorId) -> None:
+        """Raises CoverageError if the pieces leave a gap in the tensor or leave its bounds."""
+        whole = self.tensors[tensor]
+        bounds = Box.whole(whole.extent)
+        pieces = self.pieces(tensor)
+        for p in pieces:
+            if len(p.box.start) != len(bounds.start) or p.box not in bounds:
+                raise CoverageError(
+                    f"{tensor}: box {p.box} in {p.array.file} lies outside the tensor's shape "
+                    f"{list(whole.extent)}. The checkpoint contradicts itself; save it again."
+                )
+        gap = uncovered(bounds, [p.box for p in pieces])
+        if gap:
+            files = sorted({p.array.file for p in pieces})
+            raise CoverageError(
+                f"{tensor}: no stored array holds {gap[0]} of shape {list(whole.extent)}"
+                + (f" (the rest is in {', '.join(files[:4])})" if files else "")
+                + ". A file of the checkpoint is missing or was saved by another run."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """Where the CRC-32 of an array's bytes is to be patched in (little-endian, 4 bytes each)."""
+
+    array: StoredArray
+    at: tuple[int, ...]  # byte offsets in the same file, all after the array's end
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A file to be written: literal bytes around stored arrays, every offset known beforehand.
+
+    Literals and arrays do not overlap; what neither covers is zero.
+    """
+
+    name: str  # relative to the checkpoint's folder
+    size: int  # bytes
+    literals: Sequence[tuple[int, bytes]]
+    arrays: Sequence[StoredArray] = ()
+    checksums: Sequence[Checksum] = ()

@@ -1,0 +1,310 @@
+"""The join: which elements of which stored array go where, and what is lost on the way."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from reshard.box import Box, uncovered
+from reshard.dtypes import DType
+from reshard.errors import CoverageError, LossError
+from reshard.format import Declaration, Loss
+from reshard.checkpoint import Checkpoint
+from reshard.layout import Piece
+from reshard.tensor import LogicalTensor, TensorId
+
+
+class Shelf:
+    """Boxes with their pieces, indexed along the axis they are cut on most often.
+
+    The naive join is quadratic; with the index a grid of n boxes joins in n log n.
+    """
+
+    def __init__(self, boxes: Iterable[tuple[Box, Piece]]) -> None:
+        items = list(boxes)
+        rank = len(items[0][0].start) if items else 0
+        self.axis = max(
+            range(rank), key=lambda i: len({b.start[i] for b, _ in items}), default=None
+        )
+        self.longest = 0
+        self.items: list[tuple[Box, Piece]] = []
+        self.starts: list[int] = []
+        if self.axis is None:
+            self.items = items
+            return
+        axis = self.axis
+        self.items = sorted(items, key=lambda item: item[0].start[axis])
+        self.starts = [b.start[axis] for b, _ in self.items]
+        self.longest = max(b.stop[axis] - b.start[axis] for b, _ in self.items)
+
+    def near(self, box: Box) -> Iterator[tuple[Box, Piece]]:
+        """The items that may overlap `box`."""
+        if self.axis is None:
+            yield from self.items
+            return
+        low = bisect_right(self.starts, box.start[self.axis] - self.longest)
+        high = bisect_left(self.starts, box.stop[self.axis])
+        yield from self.items[low:high]
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """A tensor's elements, each from one holder; and the further holders of some of them."""
+
+    parts: Shelf
+    replicas: Sequence[tuple[Box, Piece]]
+
+
+def cover(pieces: Sequence[Piece]) -> Cover:
+    """Give every element to the first piece that holds it. Replicas overlap without being equal:
+    the area already covered is subtracted, never "equal boxes" dropped."""
+    if len({p.box.start for p in pieces}) == len(pieces) == 1:
+        return Cover(Shelf([(pieces[0].box, pieces[0])]), ())
+    rank = len(pieces[0].box.start) if pieces else 0
+    axis = max(range(rank), key=lambda i: len({p.box.start[i] for p in pieces}), default=None)
+    parts: list[tuple[Box, Piece]] = []
+    order: list[tuple[int, int]] = []  # (start on axis, index in parts), sorted
+    longest = 0
+    replicas: list[tuple[Box, Piece]] = []
+    for piece in pieces:
+        rest = [piece.box]
+        if axis is None:
+            near = range(len(parts))
+        else:
+            low = bisect_right(order, (piece.box.start[axis] - longest, len(parts)))
+            high = bisect_left(order, (piece.box.stop[axis], -1))
+            near = [i for _, i in order[low:high]]  # type: ignore[assignment]  # both iterate ints
+        for i in near:
+            remaining: list[Box] = []
+            for box in rest:
+                common = parts[i][0] & box
+                if common is None:
+                    remaining.append(box)
+                else:
+                    remaining += box.minus(common)
+                    replicas.append((common, piece))
+            rest = remaining
+            if not rest:
+                break
+        for box in rest:
+            if axis is not None:
+                insort(order, (box.start[axis], len(parts)))
+                longest = max(longest, box.stop[axis] - box.start[axis])
+            parts.append((box, piece))
+    return Cover(Shelf(parts), replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """These elements of a logical tensor go from one stored array to another."""
+
+    box: Box
+    source: Piece
+    target: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """These elements of the target's padding have no source and become zero."""
+
+    box: Box
+    target: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class TensorJoin:
+    """Everything that is to be done for one tensor of the target."""
+
+    target: LogicalTensor
+    source: LogicalTensor
+    cover: Cover
+    pieces: Sequence[Piece]  # of the target
+
+    def copies(self) -> Iterator[Copy]:
+        """The copies, target piece by target piece."""
+        for piece in self.pieces:
+            for box, holder in self.cover.parts.near(piece.box):
+                common = box & piece.box
+                if common is not None:
+                    yield Copy(common, holder, piece)
+
+    def fills(self) -> Iterator[Fill]:
+        """Padding of the target that the source does not hold.
+
+        Raises CoverageError if a true element has no source.
+        """
+        true = Box.whole(self.target.shape)
+        for piece in self.pieces:
+            held = [
+                common
+                for box, _ in self.cover.parts.near(piece.box)
+                if (common := box & piece.box) is not None
+            ]
+            if sum(b.numel for b in held) == piece.box.numel:
+                continue
+            for gap in uncovered(piece.box, held):
+                if gap & true is not None:
+                    raise CoverageError(
+                        f"{self.target.id}: no stored array of the source holds {gap} of shape "
+                        f"{list(self.target.shape)}"
+                    )
+                yield Fill(gap, piece)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion does, before a byte is moved. Joins are made per tensor on request."""
+
+    source: Checkpoint
+    target: Declaration
+    feeds: Mapping[TensorId, TensorId]  # target tensor -> the source tensor that fills it
+    losses: tuple[Loss, ...]
+    notes: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+    copies: int
+    fills: int
+    replicas: int  # elements held more than once, compared on the way
+    covers: dict[TensorId, Cover] = field(default_factory=dict, repr=False)
+
+    def join(self, tensor: TensorId) -> TensorJoin:
+        """The join for one tensor of the target."""
+        feed = self.feeds[tensor]
+        return TensorJoin(
+            self.target.layout.tensors[tensor],
+            self.source.layout.tensors[feed],
+            cover(self.source.layout.pieces(feed)),
+            self.target.layout.pieces(tensor),
+        )
+
+    @property
+    def names(self) -> dict[str, list[TensorId]]:
+        """The target's tensors by name: the slots of one name move together."""
+        out: dict[str, list[TensorId]] = {}
+        for t in self.target.layout.tensors:
+            out.setdefault(t.name, []).append(t)
+        return out
+
+
+def _feed(target: LogicalTensor, source: Checkpoint, derive: Mapping[str, str]) -> TensorId | None:
+    """The source tensor that fills this one: the same slot, else the slot it derives from."""
+    if target.id in source.layout.tensors:
+        return target.id
+    other = derive.get(target.id.slot)
+    if other is not None and TensorId(target.id.name, other) in source.layout.tensors:
+        return TensorId(target.id.name, other)
+    return None
+
+
+def _cast_loss(source: DType, target: DType, tensor: TensorId, allowed: bool) -> Loss | None:
+    if source == target:
+        return None
+    if target.itemsize >= source.itemsize and source.floating == target.floating:
+        return None
+    if not allowed:
+        raise LossError(
+            f"{tensor}: the target stores {target.name}, the source holds {source.name}; "
+            "width would be lost. Ask for it with --dtype, or choose a target that keeps it."
+        )
+    return Loss("narrowed", str(tensor), f"{source.name} rounded to {target.name}")
+
+
+#: A slot the source lacks may be made from another: a weight is its master rounded, and a lone
+#: fp32 weight is its own master.
+DERIVED = {"param": "master", "master": "param"}
+
+
+def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Plan:
+    """Join a source with a declared target. Reads headers only; moves nothing.
+
+    Raises CoverageError for a target tensor that no source tensor fills or a shape that differs,
+    LossError for a narrowing that nobody asked for (`narrow` allows it).
+    """
+    if source.layout.naming != target.layout.naming:
+        raise CoverageError(
+            f"the source's tensors are named as {source.layout.naming!r}, the target's as "
+            f"{target.layout.naming!r}; no family joins the two"
+        )
+    feeds: dict[TensorId, TensorId] = {}
+    losses = list(target.losses)
+    notes = list(target.notes)
+    read = written = copies = fills = replicas = 0
+    derived: dict[tuple[str, str], int] = {}
+    for tensor, logical in target.layout.tensors.items():
+        feed = _feed(logical, source, DERIVED)
+        if feed is None:
+            raise CoverageError(
+                f"{tensor}: the target needs it and the source does not hold it. "
+                "Give a source that does, or leave the slot out (--weights-only)."
+            )
+        given = source.layout.tensors[feed]
+        if given.shape != logical.shape:
+            raise CoverageError(
+                f"{tensor}: shape {list(logical.shape)} in the target, {list(given.shape)} in the "
+                "source. They are different models, or the vocabulary size is not the same "
+                "(--vocab-size)."
+            )
+        if feed.slot != tensor.slot:
+            derived[(tensor.slot, feed.slot)] = derived.get((tensor.slot, feed.slot), 0) + 1
+        asked = narrow or (feed.slot, tensor.slot) == ("master", "param")
+        loss = _cast_loss(given.dtype, logical.dtype, tensor, asked)
+        if loss is not None and feed.slot == tensor.slot:
+            losses.append(loss)
+        feeds[tensor] = feed
+    plan_ = Plan(source, target, feeds, (), (), 0, 0, 0, 0, 0)
+    dropped_rows: dict[str, int] = {}
+    for tensor, feed in feeds.items():
+        join = plan_.join(tensor)
+        source.layout.check(feed)
+        for copy in join.copies():
+            copies += 1
+            read += copy.box.numel * join.source.dtype.itemsize
+        for _ in join.fills():
+            fills += 1
+        written += sum(p.box.numel for p in join.pieces) * join.target.dtype.itemsize
+        replicas += sum(box.numel for box, _ in join.cover.replicas)
+        if (
+            join.source.extent != join.target.extent
+            and join.source.extent[1:] == join.target.extent[1:]
+        ):
+            dropped_rows[tensor.name] = join.target.extent[0] - join.source.extent[0]
+    for name, rows in sorted(dropped_rows.items()):
+        word = f"{rows} zero rows added" if rows > 0 else f"{-rows} padding rows dropped"
+        notes.append(
+            f"padding: {name}: {word} beyond the true vocabulary; they count in a softmax over the "
+            "padded vocabulary, so the next loss changes unless the padded size is kept"
+        )
+    for (slot, other), n in sorted(derived.items()):
+        losses.append(
+            Loss("derived", slot, f"{n} tensors made from {other}: the source has no {slot}")
+        )
+    used = set(feeds.values())
+    left: dict[str, int] = {}
+    for tensor in source.layout.tensors:
+        if tensor not in used and tensor not in target.explained:
+            left[tensor.slot] = left.get(tensor.slot, 0) + 1
+            if tensor.slot == "param":
+                raise CoverageError(
+                    f"{tensor}: the source holds it and the target has no place for it. "
+                    "Leave it out by name with --exclude if it is not needed."
+                )
+    losses += [
+        Loss("slot-dropped", slot, f"{n} tensors of slot {slot} have no place in the target")
+        for slot, n in sorted(left.items())
+    ]
+    return Plan(
+        source, target, feeds, tuple(losses), tuple(notes), read, written, copies, fills, replicas
+    )
+
+
+def loss_lines(losses: Iterable[Loss]) -> list[str]:
+    """Losses as a person reads them, equal kinds folded together."""
+    folded: dict[tuple[str, str], list[str]] = {}
+    for loss in losses:
+        folded.setdefault((loss.code, loss.detail), []).append(loss.what)
+    out = []
+    for (code, detail), whats in folded.items():
+        more = f" and {len(whats) - 3} more" if len(whats) > 3 else ""
+        out.append(f"{code}: {', '.join(whats[:3])}{more}: {detail}")
+    return out

@@ -1,0 +1,258 @@
+"""Reading a checkpoint back: file by file in sequence for what was written, or tensor by tensor."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from reshard.box import Box
+from reshard.checkpoint import Checkpoint
+from reshard.errors import CorruptError, ReplicaError, VerifyError
+from reshard.files import Files, as_bytes, blocks, is_dense
+from reshard.fingerprint import Sum
+from reshard.layout import Draft, Piece
+from reshard.plan import cover
+from reshard.tensor import LogicalTensor, TensorId
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class ReadBack:
+    """What a cold reading gave: a fingerprint per tensor, a digest per file."""
+
+    sums: dict[TensorId, Sum] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class _Stream:
+    """One file read forward once: every byte hashed, arrays' CRCs patched in ahead."""
+
+    def __init__(
+        self, files: Files, name: str, draft: Draft | None, progress: Callable[[int], object]
+    ) -> None:
+        self.files, self.name, self.at = files, name, 0
+        self.digest = xxhash.xxh3_128()
+        self.progress = progress
+        self.crcs: dict[int, tuple[int, tuple[int, ...]]] = {}  # array start -> end, patch offsets
+        if draft is not None:
+            for c in draft.checksums:
+                self.crcs[c.array.offset] = (c.array.offset + c.array.nbytes, c.at)
+        self.crc: int | None = None
+        self.crc_end, self.crc_at = -1, ()  # type: tuple[int, tuple[int, ...]]
+
+    def take(self, n: int) -> Array:
+        """The next n bytes."""
+        out = np.empty(n, np.uint8)
+        view = as_bytes(out)
+        self.files.pread(self.name, self.at, view)
+        self.digest.update(view)
+        self._checksum(view)
+        self.at += n
+        self.progress(n)
+        return out
+
+    def _checksum(self, view: memoryview) -> None:
+        found = self.crcs.get(self.at)
+        if found is not None:
+            self.crc, (self.crc_end, self.crc_at) = 0, found
+        if self.crc is None:
+            return
+        self.crc = zlib.crc32(view, self.crc)
+        if self.at + len(view) == self.crc_end:
+            for at in self.crc_at:
+                self.files.pwrite(self.name, at, memoryview(self.crc.to_bytes(4, "little")))
+            self.crc = None
+
+    def skip_to(self, offset: int, block: int) -> None:
+        """Read on to an offset, stopping at every array whose CRC is wanted."""
+        stops = sorted(
+            {o for s, (e, _) in self.crcs.items() for o in (s, e) if self.at < o < offset}
+        )
+        for stop in (*stops, offset):
+            while self.at < stop:
+                self.take(min(block, stop - self.at))
+
+
+def read_files(
+    checkpoint: Checkpoint,
+    drafts: Sequence[Draft],
+    *,
+    elements: int,
+    progress: Callable[[int], object] = lambda _: None,
+) -> ReadBack:
+    """Read staged files cold: one forward pass each gives CRCs (patched in), digest, fingerprints."""
+    result = ReadBack()
+    by_file: dict[str, list[tuple[Piece, TensorId]]] = {}
+    for tensor in checkpoint.layout.tensors:
+        for piece in checkpoint.layout.pieces(tensor):
+            by_file.setdefault(piece.array.file, []).append((piece, tensor))
+    seen: dict[tuple[TensorId, Box, str, int], tuple[int, int]] = {}
+    named = {d.name: d for d in drafts}
+    block = elements * 8
+    with Files(checkpoint.path, writable=True) as files:
+        for name in sorted({*named, *by_file}):
+            draft = named.get(name)
+            if draft is None:
+                raise VerifyError(f"{checkpoint.path / name}: read back, but never written")
+            stream = _Stream(files, name, draft, progress)
+            dense = [(p, t) for p, t in by_file.get(name, ()) if is_dense(p.box.shape, p.strides)]
+            for piece, tensor in sorted(dense, key=lambda item: _start(item[0])):
+                if _start(piece) < stream.at:
+                    continue  # shares bytes with a piece already read; read again below
+                stream.skip_to(_start(piece), block)
+                logical = checkpoint.layout.tensors[tensor]
+                seen[_key(tensor, piece)] = _take_piece(stream, piece, logical, elements)
+            stream.skip_to(draft.size, block)
+            result.digests[name] = f"xxh3_128:{stream.digest.hexdigest()}"
+        for tensor, logical in checkpoint.layout.tensors.items():
+            result.sums[tensor] = _combine(checkpoint, logical, seen, files, elements)
+    return result
+
+
+def _start(piece: Piece) -> int:
+    return piece.array.offset + piece.base * piece.array.dtype.itemsize
+
+
+def _key(tensor: TensorId, piece: Piece) -> tuple[TensorId, Box, str, int]:
+    return (tensor, piece.box, piece.array.file, _start(piece))
+
+
+def _take_piece(
+    stream: _Stream, piece: Piece, logical: LogicalTensor, elements: int
+) -> tuple[int, int]:
+    total = Sum()
+    for part in blocks(piece.box.shape, elements):
+        box = part.shift(piece.box.start)
+        n = box.numel * piece.array.dtype.itemsize
+        values = stream.take(n).view(piece.array.dtype.numpy).reshape(box.shape)
+        total.add(logical, box, values)
+    return (total.a, total.b)
+
+
+def _combine(
+    checkpoint: Checkpoint,
+    logical: LogicalTensor,
+    seen: Mapping[tuple[TensorId, Box, str, int], tuple[int, int]],
+    files: Files,
+    elements: int,
+) -> Sum:
+    """A tensor's fingerprint from its parts; its replicas compared with them."""
+    whole = cover(checkpoint.layout.pieces(logical.id))
+    true = Box.whole(logical.shape)
+    total = Sum()
+    by_box: dict[Box, tuple[int, int]] = {}
+    for box, piece in whole.parts.items:
+        a, b = _part(logical, box, piece, seen, files, elements)
+        by_box[box] = (a, b)
+        inside = box & true
+        total.merge(Sum(a, b, 0 if inside is None else inside.numel))
+    for box, piece in whole.replicas:
+        mine = by_box.get(box)
+        if mine is None:
+            mine = (0, 0)
+            for held, holder in whole.parts.near(box):
+                common = held & box
+                if common is not None:
+                    a, b = _part(logical, common, holder, {}, files, elements)
+                    mine = ((mine[0] + a) % 2**64, (mine[1] + b) % 2**64)
+        if _part(logical, box, piece, seen, files, elements) != mine:
+            raise ReplicaError(
+                f"{logical.id}: {piece.array.file} and its other holder hold different values in {box}"
+            )
+    return total
+
+
+def _part(
+    logical: LogicalTensor,
+    box: Box,
+    piece: Piece,
+    seen: Mapping[tuple[TensorId, Box, str, int], tuple[int, int]],
+    files: Files,
+    elements: int,
+) -> tuple[int, int]:
+    if box == piece.box and (found := seen.get(_key(logical.id, piece))) is not None:
+        return found
+    total = Sum()
+    for part in blocks(box.shape, elements):
+        inner = part.shift(box.start)
+        total.add(logical, inner, files.read(piece, inner))
+    return (total.a, total.b)
+
+
+def fingerprints(
+    checkpoint: Checkpoint,
+    *,
+    elements: int,
+    replicas: bool = True,
+    progress: Callable[[int], object] = lambda _: None,
+) -> dict[TensorId, Sum]:
+    """The fingerprint of every tensor, read tensor by tensor; replicas are compared.
+
+    Raises CoverageError for a gap, ReplicaError for copies that differ, CorruptError for a file
+    that is cut short.
+    """
+    out: dict[TensorId, Sum] = {}
+    with Files(checkpoint.path) as files:
+        for tensor, logical in checkpoint.layout.tensors.items():
+            checkpoint.layout.check(tensor)
+            whole = cover(checkpoint.layout.pieces(tensor))
+            total = Sum()
+            for box in blocks(logical.extent, elements):
+                values = read_block(files, whole.parts.near(box), box, logical)
+                total.add(logical, box, values)
+                if replicas:
+                    _compare(files, whole.replicas, box, values, logical)
+                progress(values.nbytes)
+            out[tensor] = total
+    return out
+
+
+def read_block(files: Files, parts: Any, box: Box, logical: LogicalTensor) -> Array:
+    """The values of one box of a tensor, from whichever stored arrays hold it."""
+    out: Array | None = None
+    for held, piece in parts:
+        common = held & box
+        if common is None:
+            continue
+        values = files.read(piece, common)
+        if common == box:
+            return values
+        if out is None:
+            out = np.empty(box.shape, logical.dtype.numpy)
+        out[_slices(common, box)] = values
+    if out is None:
+        raise CorruptError(f"{logical.id}: no stored array holds {box}")
+    return out
+
+
+def _compare(
+    files: Files,
+    replicas: Sequence[tuple[Box, Piece]],
+    box: Box,
+    values: Array,
+    logical: LogicalTensor,
+) -> None:
+    for held, piece in replicas:
+        common = held & box
+        if common is None:
+            continue
+        other = files.read(piece, common)
+        if np.ascontiguousarray(values[_slices(common, box)]).tobytes() != other.tobytes():
+            raise ReplicaError(
+                f"{logical.id}: {piece.array.holder or piece.array.file} holds other values than "
+                f"the first holder in {common}; replicas must agree. The run that saved them had "
+                "diverged. Convert with --replicas first to take the first holder's."
+            )
+
+
+def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(a - c, b - c) for a, b, c in zip(inner.start, inner.stop, outer.start, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Families and dialects as data, and the JSON Schemas of what the tool prints."""

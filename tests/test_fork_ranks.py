@@ -1,0 +1,48 @@
+"""A rank that crashes or hangs fails its own job, with its traceback, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from peers.fork_ranks import fork_ranks
+
+
+def test_ranks_that_return_give_none(tmp_path: Path):
+    def rank_main(rank: int) -> None:
+        (tmp_path / str(rank)).write_text("was here")
+
+    assert fork_ranks(rank_main, 3, tmp_path / "logs", seconds=10) is None
+    assert {name.name for name in tmp_path.iterdir()} == {"0", "1", "2", "logs"}
+
+
+def test_a_rank_that_raises_gives_its_traceback(tmp_path: Path):
+    def rank_main(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("heads do not divide")
+
+    error = fork_ranks(rank_main, 2, tmp_path, seconds=10)
+    assert error
+    assert "rank 1 ended with 1" in error
+    assert "ValueError: heads do not divide" in error
+    assert "rank 0" not in error
+
+
+def test_a_rank_that_is_killed_says_by_what(tmp_path: Path):
+    error = fork_ranks(lambda _: os.kill(os.getpid(), signal.SIGKILL), 1, tmp_path, seconds=10)
+    assert error
+    assert "rank 0 ended with -9" in error
+
+
+def test_a_rank_that_hangs_shows_where_and_is_ended(tmp_path: Path):
+    def wait_for_nobody(rank: int) -> None:
+        time.sleep(60 * rank)
+
+    began = time.monotonic()
+    error = fork_ranks(wait_for_nobody, 2, tmp_path, seconds=0.5)
+    assert time.monotonic() - began < 10
+    assert error
+    assert "Timeout" in error
+    assert "in wait_for_nobody" in error

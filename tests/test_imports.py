@@ -1,0 +1,205 @@
+"""Imports go one way; the core knows no framework, prints nothing and unpickles in one place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from support import ROOT
+
+#: From the ground up; a module imports its own row or rows above it, never one below.
+#: `reshard` itself is the public face, `reshard.__init__`.
+ORDER = (
+    {"errors", "version"},
+    {"box", "dtypes", "tensor", "topology"},
+    {"layout", "codec"},
+    {"files"},
+    {"schema", "dialect", "schemas"},
+    {"containers"},
+    {"format", "checkpoint"},
+    {"plan", "migrate", "fingerprint", "rounding"},
+    {"engine", "device", "readback"},
+    {"commit", "manifest"},
+    {"verify", "diff", "inspect", "convert"},
+    {"api"},
+    {"__init__"},
+    {"cli", "__main__"},
+)
+ROW = {name: row for row, names in enumerate(ORDER) for name in names}
+FRAMEWORKS = {"torch", "megatron", "deepspeed", "transformers", "accelerate", "lightning"}
+
+
+def module_name(path: Path) -> str:
+    """The dotted name under which the wheel installs a file of this repository."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] in ("converters", "schemas"):
+        parts.insert(0, "reshard")
+    return ".".join(parts)
+
+
+SOURCES = {
+    module_name(path): path
+    for top in ("reshard", "converters", "schemas")
+    for path in sorted((ROOT / top).rglob("*.py"))
+}
+
+
+def package_of(module: str) -> list[str]:
+    """The package that relative imports of a module start from."""
+    return module.split(".")[:-1]
+
+
+def imports(module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a module imports, also inside functions.
+
+    `from reshard import box` gives reshard.box, where that is a module.
+    """
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            package = package_of(module)
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            source = ".".join(base + ([node.module] if node.module else []))
+            for alias in node.names:
+                inner = f"{source}.{alias.name}"
+                yield node.lineno, inner if inner in SOURCES else source
+
+
+def room(name: str) -> str:
+    """The room of a reshard module: its first part below `reshard`."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def is_converter(name: str) -> bool:
+    return name.startswith("reshard.converters")
+
+
+def edges() -> Iterator[tuple[str, int, str]]:
+    for module in SOURCES:
+        for line, imported in imports(module):
+            if imported.split(".")[0] == "reshard":
+                yield module, line, imported
+
+
+def test_every_module_of_the_core_has_a_place_in_the_order():
+    core = {room(name) for name in SOURCES if not is_converter(name)}
+    assert not core - ROW.keys(), "give each its row in ORDER"
+
+
+def test_the_core_imports_upwards_only():
+    wrong = [
+        f"{module}:{line} imports {imported}"
+        for module, line, imported in edges()
+        if not is_converter(module)
+        and (is_converter(imported) or ROW[room(imported)] > ROW[room(module)])
+    ]
+    assert not wrong
+
+
+def test_no_module_imports_itself_by_a_detour():
+    graph: dict[str, set[str]] = {}
+    for module, _, imported in edges():
+        target = imported if imported in SOURCES else f"{imported}.__init__"
+        if target != module:
+            graph.setdefault(module, set()).add(target)
+    TopologicalSorter(graph).prepare()  # raises CycleError and names the circle
+
+
+def test_a_converter_imports_the_core_up_to_format_and_no_other_converter():
+    wrong = []
+    for module, line, imported in edges():
+        if not is_converter(module):
+            continue
+        if is_converter(imported):
+            allowed = imported.split(".")[2:3] == module.split(".")[2:3]
+        else:
+            allowed = ROW[room(imported)] <= ROW["format"]
+        if not allowed:
+            wrong.append(f"{module}:{line} imports {imported}")
+    assert not wrong
+
+
+def test_converters_import_their_neighbours_relatively():
+    """An absolute import works in the wheel, but mypy reads converters/ under another name."""
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module in SOURCES
+        if is_converter(module)
+        for node in ast.walk(ast.parse(SOURCES[module].read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and not node.level
+        and (node.module or "").startswith("reshard.converters")
+    ]
+    assert not wrong
+
+
+def test_only_device_imports_a_framework():
+    wrong = [
+        f"{module}:{line} imports {imported}"
+        for module in SOURCES
+        for line, imported in imports(module)
+        if imported.split(".")[0] in FRAMEWORKS and module != "reshard.device"
+    ]
+    assert not wrong
+
+
+def calls(module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted text) of every name that a module calls or reads an attribute of."""
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func)
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ("reshard.cli", {"print", "os.environ", "os.getenv", "sys.stdout", "sys.stderr"}),
+        (
+            "reshard.containers.pickles",
+            {"pickle.load", "pickle.loads", "pickle.Unpickler", "_pickle.loads"},
+        ),
+    ],
+)
+def test_one_room_alone_may(only: str, names: set[str]):
+    wrong = [
+        f"{module}:{line} uses {name}"
+        for module in SOURCES
+        if module not in (only, "reshard.__main__")
+        for line, name in calls(module)
+        if name in names
+    ]
+    assert not wrong
+
+
+def test_importing_everything_imports_no_framework():
+    """In a fresh process: seconds and 200 MiB of torch are not for moving bytes."""
+    modules = [name.removesuffix(".__init__") for name in SOURCES if "__main__" not in name]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(*sorted({FRAMEWORKS!r} & sys.modules.keys()))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []
+
+
+def test_the_command_line_imports_no_framework():
+    program = "import sys, reshard.cli; print('torch' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "False"), run.stderr
