@@ -12,7 +12,8 @@ import numpy.typing as npt
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
 from reshard.errors import CoverageError
 from reshard.files import Files, blocks
-from reshard.plan import cover
+from reshard.layout import refactor
+from reshard.plan import Cover, cover
 from reshard.readback import read_block
 from reshard.tensor import TensorId
 
@@ -79,10 +80,10 @@ def _compare(
         return Difference(str(tensor), "dtype", f"{x.dtype.name} and {y.dtype.name}")
     left.layout.check(tensor)
     right.layout.check(tensor)
-    ours, theirs = cover(left.layout.pieces(tensor)), cover(right.layout.pieces(tensor))
+    ours, theirs, space = _together(left, right, tensor)
     different, first = 0, ""
     bits = np.dtype((np.void, x.dtype.itemsize))
-    for box in blocks(x.shape, elements):
+    for box in blocks(space, elements):
         v = read_block(a, ours.parts.near(box), box, x)
         w = read_block(b, theirs.parts.near(box), box, y)
         progress(v.nbytes)
@@ -99,6 +100,21 @@ def _compare(
             str(tensor), "bits", f"{different} of {_numel(x.shape)} elements; {first}"
         )
     return None
+
+
+def _together(
+    left: Checkpoint, right: Checkpoint, tensor: TensorId
+) -> tuple[Cover, Cover, tuple[int, ...]]:
+    """Both covers counted in one space, and the true shape in it."""
+    x, y = left.layout.tensors[tensor], right.layout.tensors[tensor]
+    mine, theirs = list(left.layout.pieces(tensor)), list(right.layout.pieces(tensor))
+    if x.factors is not None and y.factors is None:
+        theirs = [q for p in theirs for q in refactor(p, y.extent, x.factors)]
+    elif y.factors is not None and x.factors is None:
+        mine = [q for p in mine for q in refactor(p, x.extent, y.factors)]
+    elif x.factors != y.factors:
+        raise CoverageError(f"{tensor}: counted as {x.factors} and as {y.factors}")
+    return cover(mine), cover(theirs), x.factors or y.factors or x.shape
 
 
 def _numel(shape: tuple[int, ...]) -> int:

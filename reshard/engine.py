@@ -54,12 +54,12 @@ class Mover:
         """Move all slots of one name, block by block, comparing replicas and master with weight."""
         moved = Moved()
         joins = {t: self.plan.join(t) for t in tensors}
-        rounding = Rounding.between(joins[t].source for t in tensors)
+        rounding = Rounding.between(j.source for j in joins.values())
         for join in joins.values():
             moved.sums[join.target.id] = Sum()
-        for extent in sorted({j.target.extent for j in joins.values()}):
-            same = [j for j in joins.values() if j.target.extent == extent]
-            for box in blocks(extent, self.elements):
+        for space in sorted({j.target.space for j in joins.values()}):
+            same = [j for j in joins.values() if j.target.space == space]
+            for box in blocks(space, self.elements):
                 read = {j.target.id.slot: self._block(j, box, moved) for j in same}
                 if rounding is not None and PARAM in read and MASTER in read:
                     rounding.compare(box, read[PARAM], read[MASTER])

@@ -58,30 +58,59 @@ def _row_numbers(shape: Sequence[int], box: Box) -> Words:
     return rows.reshape(-1)
 
 
-def lanes(shape: Sequence[int], box: Box, values: Values) -> tuple[int, int]:
+def lanes(
+    shape: Sequence[int], box: Box, values: Values, columns: int | None = None
+) -> tuple[int, int]:
     """What the elements of `box`, given as an array of its shape, add to a tensor's two lanes.
 
     `shape` is the whole tensor's. Bits are hashed, not numbers: -0.0 and NaN payloads count.
+    `columns`: elements of a row, where the last axes of `shape` are the parts of one row.
     """
     if not shape:
         shape, box = (1,), Box((0,), (1,))
     if box.numel == 0:
         return (0, 0)
-    flat = np.ascontiguousarray(values).reshape(-1, box.shape[-1]).view(np.uint8)
-    first = box.start[-1] * values.itemsize
-    word, lead = divmod(first, 8)
+    axis = _row_axis(shape, columns or shape[-1])
+    rows = _row_numbers((*shape[:axis], 1), Box((*box.start[:axis], 0), (*box.stop[:axis], 1)))
+    values = values.reshape(box.shape)
+    if axis == len(shape) - 1:
+        return _run(rows, box.start[-1], values)
+    a = b = 0
+    steps = row_major(shape[axis:-1])
+    for inner in np.ndindex(*box.shape[axis:-1]):
+        at = sum(s * (i + o) for s, i, o in zip(steps, inner, box.start[axis:-1], strict=True))
+        part = values[(*(slice(None),) * axis, *inner)]
+        x, y = _run(rows, at * shape[-1] + box.start[-1], part)
+        a, b = a + x, b + y
+    return (a & _MASK, b & _MASK)
+
+
+def _row_axis(shape: Sequence[int], columns: int) -> int:
+    """The first of the last axes that together make up one row."""
+    axis, n = len(shape) - 1, shape[-1]
+    while n < columns and axis > 0:
+        axis -= 1
+        n *= shape[axis]
+    if n != columns:
+        raise ValueError(f"rows of {columns} elements are not made of the last axes of {shape}")
+    return axis
+
+
+def _run(rows: Words, column: int, values: Values) -> tuple[int, int]:
+    """The lanes of a rectangle: these rows, from element `column` of each on."""
+    flat = np.ascontiguousarray(values).reshape(len(rows), -1).view(np.uint8)
+    word, lead = divmod(column * values.itemsize, 8)
     width = lead + flat.shape[1]
     if lead or width % 8:
         padded = np.zeros((flat.shape[0], -(-width // 8) * 8), np.uint8)
         padded[:, lead:width] = flat
         flat = padded
     words = flat.view(np.uint64)
-    rows = _row_numbers(shape, box)
     out = []
-    for lane, (column, row) in enumerate(zip(_COLUMN, _ROW, strict=True)):
+    for lane, (c, r) in enumerate(zip(_COLUMN, _ROW, strict=True)):
         seen = words >> np.uint64(32) if lane else words
-        by_row = seen @ _weights(word, words.shape[1], column)
-        out.append(int(np.dot(by_row, _mix(rows, row))))
+        by_row = seen @ _weights(word, words.shape[1], c)
+        out.append(int(np.dot(by_row, _mix(rows, r))))
     return (out[0], out[1])
 
 
@@ -95,7 +124,7 @@ class Sum:
 
     def add(self, tensor: LogicalTensor, box: Box, values: Values) -> None:
         """Take in the values of a box; elements of padding are left out."""
-        true = box & Box.whole(tensor.shape)
+        true = box & tensor.true
         if true is None:
             return
         if true != box:
@@ -105,7 +134,8 @@ class Sum:
                     for a, c, d in zip(box.start, true.start, true.stop, strict=True)
                 )
             ]
-        a, b = lanes(tensor.shape, true, values)
+        columns = tensor.shape[-1] if tensor.factors else None
+        a, b = lanes(tensor.factors or tensor.shape, true, values, columns)
         self.a, self.b = (self.a + a) & _MASK, (self.b + b) & _MASK
         self.elements += true.numel
 

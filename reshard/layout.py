@@ -88,6 +88,39 @@ def place_flat(
     return pieces
 
 
+def refactor(piece: Piece, shape: Sequence[int], factors: Sequence[int]) -> list[Piece]:
+    """The piece counted in a finer shape of the same row-major elements.
+
+    Each axis of `shape` is a run of axes of `factors` with the same product. A range of a split
+    axis is at most 2*n - 1 boxes of its n parts.
+    """
+    found: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [((), (), 0)]
+    strides: list[int] = []
+    at = 0
+    for axis, n in enumerate(shape):
+        low, high = piece.box.start[axis], piece.box.stop[axis]
+        part: list[int] = []
+        last = axis == len(shape) - 1
+        while at < len(factors) and (last or prod(part) < n):
+            part.append(factors[at])
+            at += 1
+        if prod(part) != n:
+            raise ValueError(f"{tuple(factors)} is no finer shape of {tuple(shape)}")
+        steps = row_major(part)
+        strides += [piece.strides[axis] * s for s in steps]
+        grown = []
+        for box in flat_boxes(part, low, high):
+            first = sum(s * a for s, a in zip(steps, box.start, strict=True)) - low
+            for start, stop, base in found:
+                move = base + first * piece.strides[axis]
+                grown.append(((*start, *box.start), (*stop, *box.stop), move))
+        found = grown
+    return [
+        Piece(Box(start, stop), piece.array, piece.base + move, tuple(strides))
+        for start, stop, move in found
+    ]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which logical tensors there are, and where each one's elements lie.
@@ -107,19 +140,19 @@ class Layout:
     def check(self, tensor: TensorId) -> None:
         """Raises CoverageError if the pieces leave a gap in the tensor or leave its bounds."""
         whole = self.tensors[tensor]
-        bounds = Box.whole(whole.extent)
+        bounds = Box.whole(whole.space)
         pieces = self.pieces(tensor)
         for p in pieces:
             if len(p.box.start) != len(bounds.start) or p.box not in bounds:
                 raise CoverageError(
                     f"{tensor}: box {p.box} in {p.array.file} lies outside the tensor's shape "
-                    f"{list(whole.extent)}. The checkpoint contradicts itself; save it again."
+                    f"{list(whole.space)}. The checkpoint contradicts itself; save it again."
                 )
         gap = uncovered(bounds, [p.box for p in pieces])
         if gap:
             files = sorted({p.array.file for p in pieces})
             raise CoverageError(
-                f"{tensor}: no stored array holds {gap[0]} of shape {list(whole.extent)}"
+                f"{tensor}: no stored array holds {gap[0]} of shape {list(whole.space)}"
                 + (f" (the rest is in {', '.join(files[:4])})" if files else "")
                 + ". A file of the checkpoint is missing or was saved by another run."
             )

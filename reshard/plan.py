@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from reshard.box import Box, uncovered
 from reshard.dtypes import DType
 from reshard.errors import CoverageError, LossError
 from reshard.format import Declaration, Loss
 from reshard.checkpoint import Checkpoint
-from reshard.layout import Piece
+from reshard.layout import Piece, refactor
 from reshard.tensor import LogicalTensor, TensorId
 
 
@@ -134,7 +134,7 @@ class TensorJoin:
 
         Raises CoverageError if a true element has no source.
         """
-        true = Box.whole(self.target.shape)
+        true = self.target.true
         for piece in self.pieces:
             held = [
                 common
@@ -171,12 +171,21 @@ class Plan:
     def join(self, tensor: TensorId) -> TensorJoin:
         """The join for one tensor of the target."""
         feed = self.feeds[tensor]
-        return TensorJoin(
-            self.target.layout.tensors[tensor],
-            self.source.layout.tensors[feed],
-            cover(self.source.layout.pieces(feed)),
-            self.target.layout.pieces(tensor),
-        )
+        source, target = self.source.layout.tensors[feed], self.target.layout.tensors[tensor]
+        held = self.source.layout.pieces(feed)
+        wanted = self.target.layout.pieces(tensor)
+        if source.factors is not None and target.factors is None:
+            wanted = [q for p in wanted for q in refactor(p, target.extent, source.factors)]
+            target = replace(target, factors=source.factors)
+        elif source.factors is None and target.factors is not None:
+            held = [q for p in held for q in refactor(p, source.extent, target.factors)]
+            source = replace(source, factors=target.factors)
+        elif source.factors != target.factors:
+            raise CoverageError(
+                f"{tensor}: counted as {source.factors} in the source and as {target.factors} in "
+                "the target, and neither is the finer one"
+            )
+        return TensorJoin(target, source, cover(held), wanted)
 
     @property
     def names(self) -> dict[str, list[TensorId]]:

@@ -145,7 +145,7 @@ def _combine(
 ) -> Sum:
     """A tensor's fingerprint from its parts; its replicas compared with them."""
     whole = cover(checkpoint.layout.pieces(logical.id))
-    true = Box.whole(logical.shape)
+    true = logical.true
     total = Sum()
     by_box: dict[Box, tuple[int, int]] = {}
     for box, piece in whole.parts.items:
@@ -204,7 +204,7 @@ def fingerprints(
             checkpoint.layout.check(tensor)
             whole = cover(checkpoint.layout.pieces(tensor))
             total = Sum()
-            for box in blocks(logical.extent, elements):
+            for box in blocks(logical.space, elements):
                 values = read_block(files, whole.parts.near(box), box, logical)
                 total.add(logical, box, values)
                 if replicas:

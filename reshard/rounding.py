@@ -34,7 +34,7 @@ class Rounding:
     """Compares blocks of a 16-bit weight with its fp32 master."""
 
     weight: np.dtype[Any]
-    true: tuple[int, ...]
+    true: Box
     different: int = 0
     far: int = 0
     zeroed: int = 0
@@ -51,13 +51,13 @@ class Rounding:
             return None
         if weight.dtype.name not in ("bfloat16", "float16") or master.dtype.name != "float32":
             return None
-        return cls(weight.dtype.numpy, weight.shape)
+        return cls(weight.dtype.numpy, weight.true)
 
     def compare(
         self, box: Box, weights: Sequence[tuple[Box, Array]], masters: Sequence[tuple[Box, Array]]
     ) -> None:
         """Take in one block, given as read: boxes with their values."""
-        true = box & Box.whole(self.true)
+        true = box & self.true
         if true is None:
             return
         w = assemble(true, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reshard.box import Box
 from reshard.dtypes import DType
 
 #: What the model stores, the optimizer's fp32 copy, and Adam's two moments.
@@ -35,11 +36,24 @@ class LogicalTensor:
     dtype: DType
     padded: tuple[int, ...] | None = None
     stored_name: str | None = None  # the checkpoint's own global spelling, where it differs
+    #: A finer shape of the same row-major elements (an axis of heads split in groups, heads and
+    #: head_dim): the space that boxes are counted in, where a layout needs it.
+    factors: tuple[int, ...] | None = None
 
     @property
     def extent(self) -> tuple[int, ...]:
         """The shape with its padding."""
         return self.padded or self.shape
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape that boxes of this tensor are counted in, padding included."""
+        return self.factors or self.extent
+
+    @property
+    def true(self) -> Box:
+        """The elements that are not padding, in `space`."""
+        return Box.whole(self.factors or self.shape)
 
     @property
     def nbytes(self) -> int:

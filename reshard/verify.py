@@ -67,7 +67,7 @@ def check_masters(checkpoint: Checkpoint, *, elements: int) -> list[Loss]:
             if rounding is None:
                 continue
             shelves = [cover(checkpoint.layout.pieces(t)).parts for t in pair]
-            for box in blocks(tensors[pair[0]].shape, elements):
+            for box in blocks(tensors[pair[0]].true.stop, elements):
                 w, m = (
                     read_block(files, shelf.near(box), box, tensors[t])
                     for shelf, t in zip(shelves, pair, strict=True)

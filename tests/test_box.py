@@ -11,7 +11,7 @@ from reshard.box import Box, flat_boxes, row_major, uncovered
 from reshard.dtypes import named
 from reshard.files import Files, blocks
 from reshard.fingerprint import Sum, lanes
-from reshard.layout import Piece, StoredArray, place, place_flat
+from reshard.layout import Piece, StoredArray, place, place_flat, refactor
 from reshard.plan import cover
 from reshard.tensor import LogicalTensor, TensorId
 
@@ -176,3 +176,43 @@ def test_place_flat_finds_a_run_in_a_buffer() -> None:
             at = [a + d for a, d in zip(p.box.start, i, strict=True)]
             element = p.base + sum(s * d for s, d in zip(p.strides, i, strict=True))
             assert element == 40 + at[0] * 6 + at[1] - 5
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_refactor_counts_the_same_elements_in_a_finer_shape(seed: int) -> None:
+    rng = random.Random(seed)
+    parts = [random_shape(rng, rng.randint(1, 3)) for _ in range(rng.randint(1, 3))]
+    shape = tuple(prod(p) for p in parts)
+    factors = tuple(n for p in parts for n in p)
+    array = StoredArray("f", 0, shape, named("int32"), "k")
+    box = random_box(rng, shape)
+    piece = Piece(box, array, 7, tuple(rng.randint(1, 50) for _ in shape))
+
+    def elements(pieces: list[Piece], space: tuple[int, ...]) -> dict[int, int]:
+        steps = row_major(space)
+        found = {}
+        for p in pieces:
+            for i in np.ndindex(*p.box.shape):
+                at = sum(s * (a + d) for s, a, d in zip(steps, p.box.start, i, strict=True))
+                assert at not in found
+                found[at] = p.base + sum(s * d for s, d in zip(p.strides, i, strict=True))
+        return found
+
+    fine = refactor(piece, shape, factors)
+    assert elements(fine, factors) == elements([piece], shape)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fingerprint_does_not_depend_on_factors(seed: int) -> None:
+    rng = random.Random(seed)
+    parts = [random_shape(rng, rng.randint(1, 3)) for _ in range(rng.randint(1, 3))]
+    shape, factors = tuple(prod(p) for p in parts), tuple(n for p in parts for n in p)
+    dtype = named(rng.choice(["bfloat16", "float32"]))
+    values = np.random.default_rng(seed).normal(size=shape).astype(dtype.numpy)
+    plain, fine = Sum(), Sum()
+    plain.add(LogicalTensor(TensorId("t"), shape, dtype), Box.whole(shape), values)
+    tensor = LogicalTensor(TensorId("t"), shape, dtype, factors=factors)
+    for box in blocks(factors, rng.randint(1, 40)):
+        cut = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        fine.add(tensor, box, values.reshape(factors)[cut])
+    assert (plain.a, plain.b, plain.elements) == (fine.a, fine.b, fine.elements)

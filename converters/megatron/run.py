@@ -98,7 +98,7 @@ class Run:
     extra_states: Mapping[str, object] = field(default_factory=dict)  # dist key -> inert object
     rng: Mapping[tuple[int, ...], Carried] = field(default_factory=dict)  # by grid position
     rng_grid: tuple[int, ...] = ()  # (pp, tp) or (pp, tp, dp)
-    mla_down: int | str | None = "spec"  # how the source cuts MLA's down projections
+    mla_down: bool | None = None  # whether MLA's down projections are cut, where files show it
     legacy_extra: bool = False  # extra states are known from legacy names
     mtp_inner: str = "transformer_layer."
     unread: tuple[str, ...] = ()  # fields beside the known ones, dropped

@@ -46,9 +46,9 @@ def run_rank(rank_main: Callable[[int], None], rank: int, log: Path, seconds: fl
     """The life of a forked rank; never returns."""
     code = 1
     try:
-        descriptor = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
+        sys.stdout = sys.stderr = log.open("w", buffering=1)
+        os.dup2(sys.stderr.fileno(), 1)  # and what C++ writes
+        os.dup2(sys.stderr.fileno(), 2)
         faulthandler.enable(file=2)
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
         rank_main(rank)
