@@ -3,7 +3,7 @@
 `open`, `plan`, `convert`, `verify`, `diff`, `fingerprint` return what the commands print as JSON.
 """
 
-from reshard.api import Opened, convert, diff, fingerprint, open, plan, verify  # noqa: A004
+from reshard.api import Opened, convert, diff, fingerprint, open, plan, verify
 from reshard.errors import ReshardError
 from reshard.version import VERSION as __version__
 

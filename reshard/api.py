@@ -1,4 +1,4 @@
-"""What `import reshard` offers: the commands as functions, and lazy tensors of an open checkpoint."""
+"""What `import reshard` offers: the commands as functions, and lazy tensors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Opened:
 
     @property
     def tensors(self) -> Mapping[tuple[str, str], LogicalTensor]:
-        """(name, slot) to shape, dtype; in the checkpoint's own global naming, per layer and expert."""
+        """(name, slot) to shape and dtype; in the checkpoint's own naming, per layer and expert."""
         return {
             (v.stored_name or t.name, t.slot): v for t, v in self.checkpoint.layout.tensors.items()
         }
@@ -114,7 +114,7 @@ class Opened:
         return self.checkpoint.extras
 
     def __getitem__(self, key: str | tuple[str, str]) -> LazyTensor:
-        """The tensor of this name (own or canonical), `(name, slot)` for another slot than param."""
+        """The tensor of this name (own or canonical); `(name, slot)` for other slots than param."""
         name, slot = key if isinstance(key, tuple) else (key, PARAM)
         found = self.checkpoint.layout.tensors.get(TensorId(name, slot))
         if found is None:
@@ -124,7 +124,7 @@ class Opened:
         return LazyTensor(self.checkpoint, found)
 
 
-def open(  # noqa: A001  # the name users expect
+def open(  # the name users expect
     path: str | Path,
     given: str | None = None,
     *,

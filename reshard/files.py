@@ -171,7 +171,7 @@ def as_bytes(array: Array) -> memoryview:
 
 
 def blocks(shape: tuple[int, ...], limit: int) -> list[Box]:
-    """The tensor cut into row-major runs of whole leading indices, at most `limit` elements each."""
+    """The tensor cut into row-major runs of whole leading indices, `limit` elements at most."""
     if prod(shape) == 0:
         return []
     return _blocks(Box.whole(shape), 0, max(1, limit))

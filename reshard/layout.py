@@ -79,7 +79,7 @@ def place(box: Box, array: StoredArray, at: Sequence[int] | None = None) -> Piec
 def place_flat(
     shape: Sequence[int], start: int, stop: int, array: StoredArray, base: int
 ) -> list[Piece]:
-    """Pieces for elements [start, stop) of a flattened tensor, lying at element `base` of `array`."""
+    """Pieces for elements [start, stop) of a flattened tensor, from element `base` of `array`."""
     pieces: list[Piece] = []
     strides = row_major(shape)
     for box in flat_boxes(shape, start, stop):

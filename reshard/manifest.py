@@ -1,4 +1,4 @@
-"""The manifest: what was converted from what, with a fingerprint per tensor and a digest per file."""
+"""The manifest: what came from what, a fingerprint per tensor, a digest per file."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.box import Box, uncovered
+from reshard.checkpoint import Checkpoint
 from reshard.dtypes import DType
 from reshard.errors import CoverageError, LossError
 from reshard.format import Declaration, Loss
-from reshard.checkpoint import Checkpoint
 from reshard.layout import Piece, refactor
 from reshard.tensor import LogicalTensor, TensorId
 

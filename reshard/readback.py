@@ -87,7 +87,7 @@ def read_files(
     elements: int,
     progress: Callable[[int], object] = lambda _: None,
 ) -> ReadBack:
-    """Read staged files cold: one forward pass each gives CRCs (patched in), digest, fingerprints."""
+    """Read staged files cold: one forward pass gives CRCs (patched in), digest, fingerprints."""
     result = ReadBack()
     by_file: dict[str, list[tuple[Piece, TensorId]]] = {}
     for tensor in checkpoint.layout.tensors:
@@ -164,7 +164,7 @@ def _combine(
                     mine = ((mine[0] + a) % 2**64, (mine[1] + b) % 2**64)
         if _part(logical, box, piece, seen, files, elements) != mine:
             raise ReplicaError(
-                f"{logical.id}: {piece.array.file} and its other holder hold different values in {box}"
+                f"{logical.id}: {piece.array.file} and another holder hold different values in {box}"
             )
     return total
 

@@ -153,7 +153,7 @@ def even_stages(layers: int, pp: int, vpp: int = 1) -> Stages:
 
 
 def split_stages(counts: Sequence[int], layers: int, pp: int, vpp: int = 1) -> Stages:
-    """Layers cut by given counts, one per model chunk in layer order (chunk-major: all stages of chunk 0 first).
+    """Layers cut by given counts, one per model chunk: all stages of chunk 0 first.
 
     Raises LayoutError unless there are pp * vpp counts that add up to `layers`.
     """
@@ -165,7 +165,7 @@ def split_stages(counts: Sequence[int], layers: int, pp: int, vpp: int = 1) -> S
         )
     if sum(counts) != layers:
         raise LayoutError(
-            f"split={'-'.join(map(str, counts))} places {sum(counts)} layers; the model has {layers}"
+            f"split={'-'.join(map(str, counts))} places {sum(counts)} layers, not {layers}"
         )
     stages: list[list[list[int]]] = [[] for _ in range(pp)]
     first = 0

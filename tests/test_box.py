@@ -7,6 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
+
 from reshard.box import Box, flat_boxes, row_major, uncovered
 from reshard.dtypes import named
 from reshard.files import Files, blocks
@@ -118,7 +119,7 @@ def test_fingerprint_is_additive_over_any_cut(seed: int) -> None:
 
 
 def test_fingerprint_sees_sign_flips_and_swaps() -> None:
-    """One lane over 64-bit words is blind at the top bit: an even number of flips, x and -x swapped."""
+    """One lane is blind at the top bit: an even number of flips, x and -x swapped."""
     x = np.linspace(0.1, 3.0, 64, dtype=np.float64)
     box = Box.whole(x.shape)
     flipped = x.copy()

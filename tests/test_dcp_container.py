@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from filling import fill
 from reshard.containers import dcp
@@ -92,7 +97,7 @@ def state() -> dict[str, Any]:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "saved"
-    torch_dcp.save(state(), storage_writer=FileSystemWriter(folder), no_dist=True)
+    save(state(), storage_writer=FileSystemWriter(folder), no_dist=True)
     return folder
 
 
@@ -161,7 +166,7 @@ def test_one_chunk_alone_is_found_at_the_same_place(saved: Path) -> None:
 def test_big_blobs_are_read_at_their_edges_only(tmp_path: Path) -> None:
     big = torch.arange(100_000, dtype=torch.int64).reshape(50, 2000)
     two = {"a": big, "b": big + 7, "c": big.t().contiguous()}
-    torch_dcp.save(two, storage_writer=FileSystemWriter(tmp_path / "d"), no_dist=True)
+    save(two, storage_writer=FileSystemWriter(tmp_path / "d"), no_dist=True)
     metadata = dcp.read_metadata(tmp_path / "d")
     arrays = dcp.Blobs(tmp_path / "d").arrays(chunks(metadata))
     for array in arrays:
@@ -201,7 +206,7 @@ def test_compressed_blobs_are_found_inside_their_stream(tmp_path: Path) -> None:
 
     folder = tmp_path / "z"
     writer = FileSystemWriter(folder, _extensions=[ZStandard()])
-    torch_dcp.save(state(), storage_writer=writer, no_dist=True)
+    save(state(), storage_writer=writer, no_dist=True)
     metadata = dcp.read_metadata(folder)
     want = {"model.a.weight": state()["model"]["a.weight"], "model.b": state()["model"]["b"]}
     for (key, chunk, _), array in zip(
@@ -221,7 +226,7 @@ def test_zstd_is_refused_by_name_without_its_package(
 ) -> None:
     folder = tmp_path / "z"
     writer = FileSystemWriter(folder, _extensions=[ZStandard()])
-    torch_dcp.save({"a": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+    save({"a": torch.zeros(3)}, storage_writer=writer, no_dist=True)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(FormatError, match="install the package zstandard"):
         dcp.Blobs(folder).arrays(chunks(dcp.read_metadata(folder)))
@@ -236,11 +241,12 @@ def rewritten(source: Path, folder: Path, rows: int, files: int) -> Metadata:
     metadata = dcp.read_metadata(source)
     full = {k: torch.empty(e.shape, dtype=getattr(torch, e.dtype.name))
             for k, e in metadata.tensors.items()}  # fmt: skip
-    torch_dcp.load(full, storage_reader=reader, no_dist=True)
+    load(full, storage_reader=reader, no_dist=True)
     items: list[list[TensorItem | ObjectItem]] = [[] for _ in range(files)]
     for key, place in metadata.objects.items():
-        value = dcp.read_object(source, place, key)
-        items[0].append(ObjectItem(key, value, {name.path for name in globals_in(value)}))
+        file = dcp.load_object(source, place, key)
+        allow = {name.path for name in globals_in(file.root)}
+        items[0].append(ObjectItem(key, file.root, allow, file.values()))
     for n, (key, entry) in enumerate(metadata.tensors.items()):
         for m, start in enumerate(range(0, entry.shape[0], rows) if entry.shape else [0]):
             offsets = (start, *[0] * (len(entry.shape) - 1)) if entry.shape else ()
@@ -284,13 +290,13 @@ def test_torch_loads_what_we_write(name: str, unpacked: Unpacked, tmp_path: Path
     want = {k: torch.empty(e.shape, dtype=getattr(torch, e.dtype.name))
             for k, e in made.tensors.items()}  # fmt: skip
     got = {key: torch.empty_like(tensor) for key, tensor in want.items()}
-    torch_dcp.load(want, storage_reader=FileSystemReader(source), no_dist=True)
-    torch_dcp.load(got, storage_reader=FileSystemReader(folder), no_dist=True)
+    load(want, storage_reader=FileSystemReader(source), no_dist=True)
+    load(got, storage_reader=FileSystemReader(folder), no_dist=True)
     for key, tensor in want.items():
         assert raw(got[key]) == raw(tensor)
     objects: dict[str, Any] = dict.fromkeys(made.objects)
     if name.startswith("dcp/"):
-        torch_dcp.load(objects, storage_reader=FileSystemReader(folder), no_dist=True)
+        load(objects, storage_reader=FileSystemReader(folder), no_dist=True)
         for key, place in dcp.read_metadata(source).objects.items():
             assert objects[key] == torch.load(io.BytesIO(blob(source, place)), weights_only=False)
 
@@ -333,14 +339,14 @@ def test_our_blob_is_torchs_but_for_the_serialization_id(tmp_path: Path) -> None
 # ---------------------------------------------------------------------- refusals
 
 
-def edited(folder: Path, edit: Callable[[TorchMetadata], None]) -> None:
+def edited(folder: Path, edit: Callable[[Any], None]) -> None:
     """Lets a test change what `.metadata` says, with torch's own classes."""
     metadata = load_metadata(folder)
     edit(metadata)
     (folder / dcp.METADATA).write_bytes(pickle.dumps(metadata, 4))
 
 
-def spoiled(folder: Path, edit: Callable[[TorchMetadata], None]) -> ReshardError:
+def spoiled(folder: Path, edit: Callable[[Any], None]) -> ReshardError:
     """How the folder is refused after the edit, opening every chunk."""
     edited(folder, edit)
     with pytest.raises(ReshardError) as info:
@@ -348,7 +354,7 @@ def spoiled(folder: Path, edit: Callable[[TorchMetadata], None]) -> ReshardError
     return info.value
 
 
-def index(metadata: TorchMetadata, key: str) -> MetadataIndex:
+def index(metadata: Any, key: str) -> Any:
     """The storage index of a key's only entry."""
     (found,) = (i for i in metadata.storage_data if i.fqn == key)
     return found
@@ -386,7 +392,7 @@ def test_a_missing_or_short_file_is_named_with_its_size(saved: Path) -> None:
 def test_paths_that_leave_the_folder_are_unsafe(name: str, saved: Path) -> None:
     (saved.parent / "x.distcp").write_bytes(b"0" * 10_000_000)
 
-    def edit(metadata: TorchMetadata) -> None:
+    def edit(metadata: Any) -> None:
         metadata.storage_data[index(metadata, KEY)].relative_path = name
 
     assert isinstance(spoiled(saved, edit), UnsafeError)
@@ -410,45 +416,45 @@ def test_links_inside_the_folder_are_followed(saved: Path) -> None:
 def test_entries_that_do_not_match_are_refused(saved: Path) -> None:
     original = (saved / dcp.METADATA).read_bytes()
 
-    def lost(metadata: TorchMetadata) -> None:
+    def lost(metadata: Any) -> None:
         del metadata.storage_data[index(metadata, KEY)]
 
-    def extra(metadata: TorchMetadata) -> None:
+    def extra(metadata: Any) -> None:
         info = metadata.storage_data[index(metadata, KEY)]
         metadata.storage_data[MetadataIndex(KEY, (3, 0))] = info
 
-    def unlisted(metadata: TorchMetadata) -> None:
+    def unlisted(metadata: Any) -> None:
         del metadata.state_dict_metadata[KEY]
 
-    def outside(metadata: TorchMetadata) -> None:
+    def outside(metadata: Any) -> None:
         metadata.state_dict_metadata[KEY].size = torch.Size([6, 5])
 
-    def negative(metadata: TorchMetadata) -> None:
+    def negative(metadata: Any) -> None:
         metadata.storage_data[index(metadata, KEY)].offset = -1
 
-    def beyond(metadata: TorchMetadata) -> None:
+    def beyond(metadata: Any) -> None:
         metadata.storage_data[index(metadata, KEY)].length = 1 << 40
 
-    def wrong_dtype(metadata: TorchMetadata) -> None:
+    def wrong_dtype(metadata: Any) -> None:
         metadata.state_dict_metadata[KEY].properties.dtype = torch.float16
 
-    def wrong_shape(metadata: TorchMetadata) -> None:
+    def wrong_shape(metadata: Any) -> None:
         metadata.state_dict_metadata[KEY].size = torch.Size([5, 7])
         metadata.state_dict_metadata[KEY].chunks[0].sizes = torch.Size([5, 7])
 
-    def short(metadata: TorchMetadata) -> None:
+    def short(metadata: Any) -> None:
         metadata.storage_data[index(metadata, KEY)].length -= 1
 
-    def shifted(metadata: TorchMetadata) -> None:
+    def shifted(metadata: Any) -> None:
         metadata.storage_data[index(metadata, KEY)].offset += 1
         metadata.storage_data[index(metadata, KEY)].length -= 1
 
-    def swapped(metadata: TorchMetadata) -> None:
+    def swapped(metadata: Any) -> None:
         data = metadata.storage_data
         a, b = index(metadata, KEY), index(metadata, "model.b")
         data[a], data[b] = data[b], data[a]
 
-    def an_object(metadata: TorchMetadata) -> None:
+    def an_object(metadata: Any) -> None:
         data = metadata.storage_data
         data[index(metadata, KEY)] = data[index(metadata, "optim.lr")]
 
@@ -456,7 +462,8 @@ def test_entries_that_do_not_match_are_refused(saved: Path) -> None:
         lost: "no storage entry", extra: "belongs to no chunk", unlisted: "belongs to no chunk",
         outside: "outside shape", negative: "a storage entry is", beyond: "has .* bytes",
         wrong_dtype: "says float16", wrong_shape: r"says float32 \[5, 7\]", short: "zip archive",
-        shifted: "zip directory is not where|end record", swapped: "says", an_object: "not a tensor",
+        shifted: "zip directory is not where|end record", swapped: "says",
+        an_object: "not a tensor",
     }.items():  # fmt: skip
         (saved / dcp.METADATA).write_bytes(original)
         error = spoiled(saved, edit)
@@ -467,7 +474,7 @@ def test_entries_that_do_not_match_are_refused(saved: Path) -> None:
 def test_a_blob_that_differs_from_one_like_it_is_parsed_again(saved: Path, tmp_path: Path) -> None:
     two = {"a": torch.arange(6.0), "b": torch.arange(6.0) + 9}
     folder = tmp_path / "two"
-    torch_dcp.save(two, storage_writer=FileSystemWriter(folder), no_dist=True)
+    save(two, storage_writer=FileSystemWriter(folder), no_dist=True)
     metadata = dcp.read_metadata(folder)
     place = metadata.tensors["b"].chunks[0].place
     path = folder / place.file
@@ -480,10 +487,8 @@ def test_a_blob_that_differs_from_one_like_it_is_parsed_again(saved: Path, tmp_p
 
 
 def test_blobs_of_safetensors_are_refused_by_name(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
     writer = FileSystemWriter(tmp_path / "s", serialization_format=SerializationFormat.SAFETENSORS)
-    torch_dcp.save({"a": torch.arange(6.0)}, storage_writer=writer, no_dist=True)
+    save({"a": torch.arange(6.0)}, storage_writer=writer, no_dist=True)
     metadata = dcp.read_metadata(tmp_path / "s")
     with pytest.raises(FormatError, match="safetensors"):
         dcp.Blobs(tmp_path / "s").arrays(chunks(metadata))
@@ -491,6 +496,6 @@ def test_blobs_of_safetensors_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_strided_chunk_is_refused_by_name(tmp_path: Path) -> None:
     turned = torch.arange(6.0).reshape(2, 3).t()
-    torch_dcp.save({"a": turned}, storage_writer=FileSystemWriter(tmp_path / "t"), no_dist=True)
+    save({"a": turned}, storage_writer=FileSystemWriter(tmp_path / "t"), no_dist=True)
     with pytest.raises(FormatError, match="row-major"):
         dcp.Blobs(tmp_path / "t").arrays(chunks(dcp.read_metadata(tmp_path / "t")))

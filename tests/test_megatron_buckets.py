@@ -1,4 +1,4 @@
-"""The flat buffers of Megatron's distributed optimizer: laid out as megatron-core, found in real files."""
+"""Megatron's flat optimizer buffers: laid out as megatron-core does, found in real files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def real_buffer(
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer without CUDA and without process groups: it allocates on the CPU and logs nothing."""
+    """A buffer without CUDA or process groups: it allocates on the CPU and logs nothing."""
     from megatron.core.distributed import param_and_grad_buffer
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
@@ -146,7 +146,7 @@ def test_lengths_of_another_order_or_model_are_refused():
     with pytest.raises(FormatError, match="2 buckets leave 1 parameters over"):
         cut([("z", 9), *params], made.numels_unpadded)
     with pytest.raises(FormatError, match=r"bucket size None: 548 elements, not 427"):
-        solve({"local": params[:2] + [("d", 300)]}, numel_unpadded=427)
+        solve({"local": [*params[:2], ("d", 300)]}, numel_unpadded=427)
 
 
 def test_layouts_that_differ_and_both_fit_are_refused():
@@ -173,7 +173,8 @@ def test_the_bucket_size_follows_from_the_args():
 
 def test_bucket_keys_are_taken_apart_and_put_together():
     dtypes = "(torch.bfloat16, torch.float32)"
-    key = f"chained_1.optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_{dtypes}.bucket_idx_2.param"
+    head = "chained_1.optimizer.distributed.dp_group_idx_3.gbuf_idx_0"
+    key = f"{head}.dtype_{dtypes}.bucket_idx_2.param"
     parts = bucket_key(key)
     assert parts is not None
     assert (parts.chained, parts.group, parts.gbuf, parts.bucket) == (1, 3, 0, 2)
@@ -445,7 +446,7 @@ def test_dp_reshardable_buckets_of_set_b_hold_the_model_space_state(unpacked: Un
     assert check_dp_reshardable(case, folder) == (306, 4)
 
 
-def check_distrib_optim(case: Case, run: Path, reference: bool = True) -> int:
+def check_distrib_optim(case: Case, run: Path) -> int:
     """Finds every parameter in every distrib_optim.pt; returns how many arrays were equal."""
     equal = 0
     for pp in range(case.pipeline.pp):

@@ -1,4 +1,4 @@
-"""Megatron's spellings: module order, torch_dist keys, TP rules and param groups against real files."""
+"""Megatron's spellings, module order, TP rules and param groups, against real files and models."""
 
 from __future__ import annotations
 

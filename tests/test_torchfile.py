@@ -21,7 +21,7 @@ from torch.utils import serialization
 
 from filling import fill
 from reshard import dtypes
-from reshard.containers import torchfile
+from reshard.containers import pickles, torchfile
 from reshard.containers.torchfile import Global, Ordered, Record, TensorRef, new_tensor
 from reshard.errors import CorruptError, FormatError, LayoutError, ReshardError, UnsafeError
 from reshard.layout import StoredArray
@@ -141,7 +141,7 @@ def test_plain_values_come_out_as_themselves(legacy: bool, tmp_path: Path) -> No
 def test_plain_values_of_every_protocol(protocol: int) -> None:
     state = {k: v for k, v in typical().items() if not isinstance(v, torch.Tensor | OrderedDict)}
     del state["dtype"]
-    assert torchfile.pickles.loads(pickle.dumps(state, protocol), "here") == state
+    assert pickles.loads(pickle.dumps(state, protocol), "here") == state
 
 
 def test_state_dict_keeps_its_metadata(saved: Path) -> None:
@@ -198,7 +198,7 @@ def test_our_file_is_torchs_but_for_the_serialization_id(saved: Path, tmp_path: 
 @pytest.mark.parametrize(
     "how", [{"weights_only": True}, {"weights_only": False}, {"weights_only": True, "mmap": True}]
 )
-def test_torch_loads_our_draft(how: dict[str, bool], saved: Path, tmp_path: Path) -> None:
+def test_torch_loads_our_draft(how: Any, saved: Path, tmp_path: Path) -> None:
     torch.serialization.add_safe_globals([frozenset, bytes])
     path = copied(saved, tmp_path)
     with zipfile.ZipFile(path) as archive:
@@ -255,13 +255,13 @@ def test_drafts_of_more_than_4_gib_use_zip64(tmp_path: Path) -> None:
     }
     draft, arrays = torchfile.draft("big.pt", obj)
     path = tmp_path / "big.pt"
-    with path.open("wb") as file:
-        file.truncate(draft.size)
+    with path.open("wb") as out:
+        out.truncate(draft.size)
         for at, literal in draft.literals:
-            file.seek(at)
-            file.write(literal)
-        file.seek(arrays["1"].offset)
-        file.write(np.arange(3, dtype=np.float32).tobytes())
+            out.seek(at)
+            out.write(literal)
+        out.seek(arrays["1"].offset)
+        out.write(np.arange(3, dtype=np.float32).tobytes())
     assert arrays["1"].offset > 1 << 32
     with zipfile.ZipFile(path) as archive:
         assert archive.getinfo("archive/data/0").file_size == big * 4
@@ -316,7 +316,7 @@ def test_unknown_classes_become_records(tmp_path: Path) -> None:
 
 def test_nested_classes_and_enum_members_keep_their_dotted_name() -> None:
     data = pickle.dumps(OuterClass.Inner(), 2)
-    record = torchfile.pickles.loads(data, "here")
+    record = pickles.loads(data, "here")
     assert isinstance(record, Record)
     assert record.type == Global(__name__, "OuterClass.Inner")
     again = pickle.loads(torchfile.dumps(record, {record.type.path}, {}))
@@ -334,20 +334,20 @@ def test_records_are_written_as_they_came_if_allowed(tmp_path: Path) -> None:
     torch.save(state, buffer)
     path = tmp_path / "t.pt"
     path.write_bytes(buffer.getvalue())
-    root = torchfile.load(path).root
+    root: Any = torchfile.load(path).root
     with pytest.raises(UnsafeError, match=r"args.*argparse\.Namespace"):
         torchfile.draft("t.pt", root)
     allow = {name.path for name in torchfile.globals_in(root)}
     draft, _ = torchfile.draft("again.pt", root, allow=allow)
     got = torch.load(fill(draft, tmp_path, lambda array: b""), weights_only=False)
     assert got["args"] == state["args"]
-    assert np.array_equal(got["array"], state["array"])
+    assert got["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_cycles_are_read_and_written() -> None:
     loop: list[Any] = []
     loop.append((loop, {"again": loop}))
-    read = torchfile.pickles.loads(pickle.dumps(loop, 2), "here")
+    read = pickles.loads(pickle.dumps(loop, 2), "here")
     assert isinstance(read, list)
     assert read[0][0] is read
     assert torchfile.globals_in(read) == set()

@@ -73,4 +73,35 @@ class TorchDist:
         return declare_dist(source, target, options)
 
 
-FORMATS = (TorchDist(),)
+@dataclass(frozen=True)
+class Legacy:
+    """Megatron-LM's `torch` checkpoints: one pickle per model-parallel rank."""
+
+    name: str = "megatron-legacy"
+    summary: str = "torch: mp_rank_*/model_optim_rng.pt"
+    writes: bool = True
+
+    def recognise(self, folder: Path) -> str | None:
+        """Why a folder is one."""
+        from .legacy_read import recognise
+
+        return recognise(folder)
+
+    def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
+        """The checkpoint of a run folder."""
+        return checkpoint_folder(run, iteration)
+
+    def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
+        """Read pickles."""
+        from .legacy_read import open_legacy
+
+        return open_legacy(folder, options)
+
+    def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
+        """Lay out a target."""
+        from .legacy_write import declare_legacy
+
+        return declare_legacy(source, target, options)
+
+
+FORMATS = (TorchDist(), Legacy())

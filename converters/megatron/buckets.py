@@ -15,15 +15,17 @@ exp_avg_sq:
   i of {dtypes: [length of bucket b]}, and `….optimizer` the param groups.
   `chained_{k}.` is there only if there are two optimizers: k=0 dense, k=1 experts.
 - legacy distrib_optim.pt: the buckets of a buffer joined, each without its end padding:
-  `Slot.flat` elements into it. With two optimizers the file is a list of two.
+  `Slot.flat` elements into it. With two optimizers the file is a list of two, either None where
+  its writer is not the first rank of that optimizer's data-parallel group: look in all files.
 
 i counts the (chunk, dtypes) buffers of that optimizer that exist: a chunk without experts has none
 in the expert optimizer. g is the model-parallel rank: `dense_group` and `expert_group`.
 The 64-element gaps between parameters are in both files and hold rubbish.
 Source: megatron/core/optimizer/{__init__,distrib_optimizer,optimizer}.py,
 distributed/{param_and_grad_buffer,distributed_data_parallel}.py, parallel_state.py @ core_v0.16.1;
-fixtures b-tp2pp2dp2[-dpr], f-dp3-buckets, h-llama-tp2pp1dp2-dpr, made-moe-pp2ep2-dpr,
-made-moe-pp2ep1-dpr, made-gpt-tied-pp2dp2-dpr, made-llama-pp2vpp2-dpr, made-llama-pp2-buckets-dpr.
+fixtures b-tp2pp2dp2[-dpr], f-dp3-buckets, h-llama-tp2pp1dp2-dpr, made-moe-pp2ep{1,2}-dpr,
+made-gpt-tied-pp2dp2-dpr, made-gpt-tied-pp2-buckets-dpr, made-llama-pp2vpp2-dpr.
+(Two optimizers in distrib_optim.pt: read in optimizer.py ChainedOptimizer, no fixture.)
 """
 
 from __future__ import annotations
@@ -184,40 +186,51 @@ def solve(
 
     `orders`: candidate parameter lists in module order, by a name for messages ("local spec").
     dp_reshardable records `numels_unpadded` and `numels` per bucket: boundaries follow from them.
-    distrib_optim.pt records only `numel_unpadded`: `bucket_sizes` are tried, together with None
-    and the default. `pad_for_nccl` None: not known, both are tried against `numels`.
+    distrib_optim.pt records only `numel_unpadded`: `bucket_sizes` (what the args say) are tried,
+    then None and the default. `pad_for_nccl` None: not known, both are tried against `numels`.
     Layouts that put every parameter at the same place count as one; the caller still checks that
     masters round to their weights. Raises FormatError, listing what was tried, for none or several.
     """
     tried: list[str] = []
     found: dict[tuple[object, ...], Buffer] = {}
-    sizes = list(dict.fromkeys([*bucket_sizes, None, default_bucket_size(dp)]))
-    for label, params in orders.items():
-        for nccl in (False, True) if pad_for_nccl is None else (pad_for_nccl,):
-            for size in [None] if numels_unpadded is not None else sizes:
-                if numels_unpadded is not None:
-                    what = f"{label}, boundaries at the recorded lengths"
-                    try:
-                        made = cut(params, numels_unpadded, dp, own_bucket, nccl)
-                    except FormatError as e:
-                        tried.append(f"{what}: {e}")
-                        continue
-                    if not _one_size(made, own_bucket):
-                        tried.append(f"{what}: no bucket size closes these buckets")
-                        continue
-                else:
-                    what = f"{label}, bucket size {size}"
-                    made = buffer(params, dp, size, own_bucket, nccl)
-                if numel_unpadded is not None and made.numel_unpadded != numel_unpadded:
-                    tried.append(f"{what}: {made.numel_unpadded} elements, not {numel_unpadded}")
-                elif numels is not None and tuple(numels) != made.numels:
-                    tried.append(f"{what}: padded to {made.numels}, not {tuple(numels)} (dp={dp})")
-                else:
-                    places = tuple((s.name, s.bucket, s.start) for s in made.slots)
-                    if numels_unpadded is None:
-                        places = tuple((s.name, 0, s.flat) for s in made.slots)
-                    found.setdefault(places, made)
-                    tried.append(f"{what}: agrees")
+
+    def attempt(
+        label: str, params: Sequence[tuple[str, int]], size: int | None, nccl: bool
+    ) -> None:
+        if numels_unpadded is None:
+            what = f"{label}, bucket size {size}"
+            made = buffer(params, dp, size, own_bucket, nccl)
+        else:
+            what = f"{label}, boundaries at the recorded lengths"
+            try:
+                made = cut(params, numels_unpadded, dp, own_bucket, nccl)
+            except FormatError as e:
+                tried.append(f"{what}: {e}")
+                return
+            if not _one_size(made, own_bucket):
+                tried.append(f"{what}: no bucket size closes these buckets")
+                return
+        if numel_unpadded is not None and made.numel_unpadded != numel_unpadded:
+            tried.append(f"{what}: {made.numel_unpadded} elements, not {numel_unpadded}")
+        elif numels is not None and tuple(numels) != made.numels:
+            tried.append(f"{what}: padded to {made.numels}, not {tuple(numels)} (dp={dp})")
+        else:
+            joined = numels_unpadded is None
+            places = (
+                (s.name, 0, s.flat) if joined else (s.name, s.bucket, s.start) for s in made.slots
+            )
+            found.setdefault(tuple(places), made)
+            tried.append(f"{what}: agrees")
+
+    known = tuple(dict.fromkeys(bucket_sizes))
+    others = tuple(size for size in (None, default_bucket_size(dp)) if size not in known)
+    for sizes in ((None,),) if numels_unpadded is not None else (known, others):
+        for label, params in orders.items():
+            for nccl in (False, True) if pad_for_nccl is None else (pad_for_nccl,):
+                for size in sizes:
+                    attempt(label, params, size, nccl)
+        if found:
+            break
     if len(found) == 1:
         return next(iter(found.values()))
     listed = "; ".join(dict.fromkeys(tried)) or "no parameter order was given"

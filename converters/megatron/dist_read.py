@@ -1,4 +1,4 @@
-"""Reads torch_dist: stacked and per-layer keys, both homes of the common state, every optimizer form."""
+"""Reads torch_dist: stacked and per-layer keys, the common state, every optimizer form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declares torch_dist: chunks cut as the target's ranks cut them, model-space optimizer, common.pt."""
+"""Declares torch_dist: chunks cut as the target's ranks cut them, optimizer, common.pt."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def _files(
     objects: Mapping[int, list[ObjectItem]],
     aim: Goal,
 ) -> tuple[list[Draft], dict[str, object], dict[TensorId, list[Piece]]]:
-    """One `.distcp` a rank that holds anything: objects first, then tensors in the source's order."""
+    """One `.distcp` per rank that holds anything: objects first, then tensors in order."""
     by_rank: dict[int, list[_Item]] = {}
     for item in items:
         by_rank.setdefault(item.rank, []).append(item)

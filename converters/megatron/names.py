@@ -333,7 +333,7 @@ class Rule:
 
 
 _NORM = r"(?:[a-z_]*layernorm|final_norm|enorm|hnorm|post_layernorm)"
-#: canonical name -> cut axis. Source: the partition dims of the modules in tensor_parallel/layers.py,
+#: canonical name -> cut axis. Source: partition dims of the modules in tensor_parallel/layers.py,
 #: attention.py, multi_latent_attention.py, mlp.py @ core_v0.16.1; every dist/torch fixture pair.
 _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
     (re.compile(pattern), axis)

@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint holds beside tensors: args, optimizer options, schedule, random states."""
+"""What a Megatron checkpoint holds beside tensors: args, options, schedule, random states."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ KEPT = (
 
 #: Adam's options that a DistributedOptimizer's FusedAdam does not have, and torch's AdamW does.
 STEP = "step"
+
+#: Options that say how the run is cut, not how it trains: a group's experts have an optimizer of
+#: their own only with EP > 1.
+_OF_TOPOLOGY = ("is_expert_parallel", "pre_is_expert_parallel", STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +184,7 @@ def param_groups(
     for name, ndim in held.items():
         members[group_of(run, name, ndim)].append(name)
     groups = tuple(
-        ParamGroup({k: plain(v) for k, v in g.values.items()}, tuple(m))
+        ParamGroup({k: plain(v) for k, v in g.values.items() if k not in _OF_TOPOLOGY}, tuple(m))
         for g, m in zip(optimizer.groups, members, strict=True)
     )
     steps = {} if optimizer.step is None else dict.fromkeys(held, optimizer.step)
@@ -259,7 +263,7 @@ def _same_options(a: Options, b: Options) -> bool:
 def target_args(
     run: Run, topology: Topology, changes: Mapping[str, object]
 ) -> tuple[Record, list[Fate], list[Loss]]:
-    """The args for a target: every field kept, rewritten, or dropped if it names an unknown class."""
+    """The args for a target: each field kept, rewritten, or dropped if it names an unknown class."""
     dp = data_parallel(topology)
     rewritten: dict[str, object] = {
         "tensor_model_parallel_size": topology.tp,
@@ -279,6 +283,8 @@ def target_args(
     }
     if topology.tp == 1:
         rewritten["sequence_parallel"] = False
+    elif run.model.experts:  # Megatron trains MoE with TP only so: moe_layer.py @ core_v0.16.1
+        rewritten["sequence_parallel"] = True
     values: dict[str, object] = {}
     fates: list[Fate] = []
     losses: list[Loss] = []
@@ -432,6 +438,8 @@ def recipe(
     if run.model.experts:
         flags.append(f"--expert-model-parallel-size {topology.ep}")
         flags.append(f"--expert-tensor-parallel-size {topology.expert_tp}")
+    if run.model.experts and topology.tp > 1:
+        flags.append("--sequence-parallel")
     if topology.cp > 1:
         flags.append(f"--context-parallel-size {topology.cp}")
     flags += [f"--{k.replace('_', '-')} {v}" for k, v in pipeline_flags.items() if v is not None]

@@ -246,7 +246,7 @@ def _of_layout(
     chunks = len(listed) // pp
     if vpp not in (1, chunks):
         raise LayoutError(
-            f"the pipeline layout's {len(listed)} stages make vpp={chunks} on pp={pp}, not vpp={vpp}"
+            f"the layout's {len(listed)} stages make vpp={chunks} on pp={pp}, not vpp={vpp}"
         )
     flat = [kind for stage in listed for kind in stage]
     count = Counter(flat)

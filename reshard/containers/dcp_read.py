@@ -90,6 +90,7 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise CorruptError(f"{path}: lacks state_dict_metadata or storage_data. {_AGAIN}")
     places = _places(path, storage, _Files(folder))
+    storage.clear()  # millions of records, not needed again
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, Place] = {}
     for key, entry in entries.items():
@@ -207,7 +208,12 @@ def _places(
 
 
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    if type(value) is not tuple:
+        return False
+    for n in value:  # a loop: this runs millions of times
+        if type(n) is not int or not 0 <= n < 1 << 62:
+            return False
+    return True
 
 
 def _sizes(path: Path, key: str, what: str, value: object) -> tuple[int, ...]:

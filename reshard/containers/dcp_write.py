@@ -5,14 +5,14 @@ torch 2.13 distributed/checkpoint (metadata.py, filesystem.py); real torch loads
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reshard.containers import torchfile
-from reshard.containers.dcp_read import Place, TensorEntry
+from reshard.containers.dcp_read import METADATA, Place, TensorEntry
 from reshard.containers.inert import Global, Record, new_tensor
-from reshard.containers.pickler import Writer
+from reshard.containers.pickler import Writer, integer
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.layout import Checksum, Draft, StoredArray
@@ -102,6 +102,8 @@ _MEMORY = Global(_MODULE, "_MEM_FORMAT_ENCODING")
 _INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _LAYOUT = Global("torch.serialization", "_get_layout")
 _SIZE = Global("torch", "Size")
+_STRIDED = Record(_LAYOUT, ("torch.strided",), made="reduce")
+_CONTIGUOUS = Record(_MEMORY, (0,), made="reduce")
 _ALLOWED = frozenset(
     g.path for g in (_METADATA, _TENSOR, _BYTES, _PROPERTIES, _CHUNK, _INDEX, _META, _MEMORY, _INFO)
 )
@@ -119,97 +121,111 @@ class MetadataDraft:
 
     def pickled(self) -> bytes:
         """The pickle: torch 2.13's classes and values, in protocol 2."""
-        return b"".join(_metadata(self))
+        writer = Writer(_ALLOWED, {})
+        writer.put(b"\x80\x02")
+        parts = _Parts(writer)
+        parts.metadata(self)
+        writer.put(b".")
+        return b"".join(writer.out)
 
 
-def _metadata(draft: MetadataDraft) -> Iterator[bytes]:
-    writer = Writer(_ALLOWED, {})
-    out = writer.out
-    layout = Record(_LAYOUT, ("torch.strided",), made="reduce")
-    memory = Record(_MEMORY, (0,), made="reduce")
+class _Parts:
+    """Runs of opcodes for the metadata's classes, most made once: there can be millions."""
 
-    def new(kind: Global) -> None:
-        writer.name(kind, kind.name)
-        out.append(b")\x81")
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        kinds = (_METADATA, _TENSOR, _BYTES, _PROPERTIES, _CHUNK, _INDEX, _META, _INFO, _SIZE)
+        writer.put(b"(")  # all names once, remembered, then dropped from the stack
+        for kind in kinds:
+            writer.name(kind, METADATA)
+        for word in ("offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"):
+            writer.word(word)
+        writer.put(b"1")
+        self.chunk = self.new(_CHUNK) + b"}(" + writer.get("offsets")
+        self.sizes = writer.get("sizes")
+        self.index = self.new(_INDEX) + b"}(" + writer.get("fqn")
+        self.info = self.new(_INFO) + b"}(" + writer.get("relative_path")
 
-    def put(name: str, value: object) -> None:
-        writer.word(name)
-        writer.save(value, name)
+    def new(self, kind: Global) -> bytes:
+        """A new object of this class, without arguments."""
+        return self.writer.get(kind) + b")\x81"
 
-    def size(numbers: tuple[int, ...]) -> None:
-        writer.name(_SIZE, "")
-        writer.sizes(numbers)
-        out.append(b"\x85R")
+    def size(self, numbers: tuple[int, ...]) -> bytes:
+        """A torch.Size."""
+        body = b"".join(map(integer, numbers))
+        if len(numbers) > 3:
+            body = b"(" + body + b"t"
+        else:
+            body += (b")", b"\x85", b"\x86", b"\x87")[len(numbers)]
+        return self.writer.get(_SIZE) + body + b"\x85R"
 
-    out.append(b"\x80\x02")
-    new(_METADATA)
-    out.append(b"}(")
-    writer.word("state_dict_metadata")
-    out.append(b"}(")
-    for key, entry in draft.tensors.items():
+    def pair(self, name: str, value: object) -> None:
+        """An attribute and its value."""
+        self.writer.word(name)
+        self.writer.save(value, name)
+
+    def metadata(self, draft: MetadataDraft) -> None:
+        """The Metadata object."""
+        writer, put = self.writer, self.writer.put
+        put(self.new(_METADATA) + b"}(")
+        writer.word("state_dict_metadata")
+        put(b"}(")
+        for key, entry in draft.tensors.items():
+            self.tensor(key, entry)
+        for key in draft.objects:
+            writer.word(key)
+            put(self.new(_BYTES))
+        put(b"u")
+        plan = draft.planner_data
+        self.pair("planner_data", None if plan is None else dict(plan))
+        writer.word("storage_data")
+        put(b"}(")
+        for key, entry in draft.tensors.items():
+            for i, chunk in enumerate(entry.chunks):
+                self.stored(key, chunk.offsets, i, chunk.place)
+        for key, place in draft.objects.items():
+            self.stored(key, None, None, place)
+        put(b"u")
+        writer.word("storage_meta")
+        put(self.new(_META) + b"}(")
+        self.pair("checkpoint_id", None)
+        self.pair("save_id", draft.save_id)
+        self.pair("load_id", None)
+        self.pair("modules", [])
+        put(b"ub")
+        self.pair("version", draft.version)
+        put(b"ub")
+
+    def tensor(self, key: str, entry: TensorEntry) -> None:
+        """A key and its TensorStorageMetadata."""
+        writer, put = self.writer, self.writer.put
         writer.word(key)
-        new(_TENSOR)
-        out.append(b"}(")
+        put(self.new(_TENSOR) + b"}(")
         writer.word("properties")
-        new(_PROPERTIES)
-        writer.save((Global("torch", entry.dtype.name), layout, False, memory, False), key)
-        out.append(b"b")
+        put(self.new(_PROPERTIES))
+        writer.save((Global("torch", entry.dtype.name), _STRIDED, False, _CONTIGUOUS, False), key)
+        put(b"b")
         writer.word("size")
-        size(entry.shape)
+        put(self.size(entry.shape))
         writer.word("chunks")
-        out.append(b"](")
+        put(b"](")
         for chunk in entry.chunks:
-            new(_CHUNK)
-            out.append(b"}(")
-            writer.word("offsets")
-            size(chunk.offsets)
-            writer.word("sizes")
-            size(chunk.sizes)
-            out.append(b"ub")
-        out.append(b"eub")
-    for key in draft.objects:
-        writer.word(key)
-        new(_BYTES)
-    out.append(b"u")
-    put("planner_data", None if draft.planner_data is None else dict(draft.planner_data))
-    writer.word("storage_data")
-    out.append(b"}(")
+            put(self.chunk + self.size(chunk.offsets) + self.sizes + self.size(chunk.sizes) + b"ub")
+        put(b"eub")
 
-    def stored(key: str, offset: tuple[int, ...] | None, index: int | None, place: Place) -> None:
-        new(_INDEX)
-        out.append(b"}(")
-        writer.word("fqn")
-        writer.word(key)
-        writer.word("index")
-        writer.save(index, key)
-        if offset is not None:
-            writer.word("offset")
-            size(offset)
-        out.append(b"ub")
-        new(_INFO)
-        out.append(b"}(")
-        writer.word("relative_path")
+    def stored(
+        self, key: str, offset: tuple[int, ...] | None, index: int | None, place: Place
+    ) -> None:
+        """A MetadataIndex and its _StorageInfo. The index is a hint, None for objects."""
+        writer, get = self.writer, self.writer.get
+        hint = b"N" if index is None else integer(index)
+        where = b"" if offset is None else get("offset") + self.size(offset)
+        writer.put(self.index + get(key) + get("index") + hint + where + b"ub" + self.info)
         writer.word(place.file)
-        put("offset", place.offset)
-        put("length", place.length)
+        offset_length = (
+            get("offset") + integer(place.offset) + get("length") + integer(place.length)
+        )
+        writer.put(offset_length)
         if place.transform:
-            put("transform_descriptors", list(place.transform))
-        out.append(b"ub")
-
-    for key, entry in draft.tensors.items():
-        for i, chunk in enumerate(entry.chunks):
-            stored(key, chunk.offsets, i, chunk.place)
-    for key, place in draft.objects.items():
-        stored(key, None, None, place)
-    out.append(b"u")
-    writer.word("storage_meta")
-    new(_META)
-    out.append(b"}(")
-    put("checkpoint_id", None)
-    put("save_id", draft.save_id)
-    put("load_id", None)
-    put("modules", [])
-    out.append(b"ub")
-    put("version", draft.version)
-    out.append(b"ub.")
-    yield from out
+            self.pair("transform_descriptors", list(place.transform))
+        writer.put(b"ub")

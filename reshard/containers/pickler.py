@@ -36,6 +36,9 @@ TORCH = frozenset(
     | {"torch.Size", "torch.device", "torch.serialization._get_layout"}
 )
 
+#: Of these, what a record may call: every other call comes out of a value we know.
+_CALLED = frozenset({"torch.device", "torch.serialization._get_layout"})
+
 
 def dumps(obj: object, allow: Container[str], storages: dict[str, int]) -> bytes:
     """The protocol 2 pickle of a tree of plain and inert values.
@@ -81,11 +84,15 @@ class Writer:
 
     def recall(self, key: object) -> bool:
         """Emits BINGET if the value was written before."""
-        n = self.memo.get(key)
-        if n is None:
+        if key not in self.memo:
             return False
-        self.put(b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n))
+        self.put(self.get(key))
         return True
+
+    def get(self, key: object) -> bytes:
+        """The opcode that fetches a value written before."""
+        n = self.memo[key]
+        return b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
 
     def save(self, obj: object, at: str) -> None:
         if obj is None:
@@ -93,7 +100,7 @@ class Writer:
         elif obj is True or obj is False:
             self.put(b"\x88" if obj else b"\x89")
         elif type(obj) is int:
-            self.put(_integer(obj))
+            self.put(integer(obj))
         elif type(obj) is float:
             self.put(b"G" + struct.pack(">d", obj))
         elif isinstance(obj, Global):
@@ -157,6 +164,8 @@ class Writer:
         self.remember(id(obj))
 
     def name(self, obj: Global, at: str) -> None:
+        if self.recall(obj):
+            return
         if obj.path not in TORCH and obj.path not in self.allow:
             raise UnsafeError(
                 f"{at or 'the value'}: the name {obj.path} is not on the list of what the "
@@ -164,8 +173,6 @@ class Writer:
             )
         if not all(part.isidentifier() for part in obj.path.split(".")):
             raise UnsafeError(f"{at or 'the value'}: {obj.path!r} is not a name")
-        if self.recall(obj):
-            return
         self.allowed(obj)
         self.remember(obj)
 
@@ -225,6 +232,11 @@ class Writer:
     def record(self, obj: Record, at: str) -> None:
         if obj.kwargs:
             raise UnsafeError(f"{at}: {obj.type.path} takes keywords, which protocol 2 cannot hold")
+        if obj.type.path in TORCH - _CALLED and obj.type.path not in self.allow:
+            raise UnsafeError(
+                f"{at or 'the value'}: a call of {obj.type.path} with arguments of no known form "
+                "is not written"
+            )
         self.name(obj.type, at)
         self.save(obj.args, at)
         self.put(b"R" if obj.made == "reduce" else b"\x81")
@@ -298,7 +310,7 @@ class Writer:
     def tensor_args(self, ref: TensorRef, at: str, grad: bool) -> None:
         self.put(b"(")
         self.storage(ref.key, ref.dtype, ref.storage_nbytes, at)
-        self.put(_integer(ref.offset))
+        self.put(integer(ref.offset))
         self.sizes(ref.shape)
         self.sizes(ref.stride)
         self.put(b"\x88" if grad else b"\x89")
@@ -309,7 +321,7 @@ class Writer:
         self.skip()
 
     def sizes(self, numbers: tuple[int, ...]) -> None:
-        body = b"".join(map(_integer, numbers))
+        body = b"".join(map(integer, numbers))
         if len(numbers) > 3:
             self.put(b"(" + body + b"t")
         else:
@@ -331,7 +343,8 @@ def _builtin(name: str) -> Global:
     return Global("__builtin__", name)
 
 
-def _integer(n: int) -> bytes:
+def integer(n: int) -> bytes:
+    """The opcode of a whole number."""
     if 0 <= n < 256:
         return b"K" + bytes([n])
     if 0 <= n < 65536:

@@ -92,6 +92,11 @@ class TorchFile:
         strides = tuple(s * size for s in ref.stride)
         return np.ndarray(ref.shape, ref.dtype.numpy, raw, 0, strides).copy()
 
+    def values(self) -> dict[str, bytes]:
+        """The bytes of every storage, read now, as `draft` takes them: for small files."""
+        with Window(self.path) as window:
+            return {key: window.read(at, size) for key, (at, size) in self.storages.items()}
+
     def _span(self, ref: TensorRef) -> tuple[int, int]:
         span = self.storages.get(ref.key)
         if span is None:

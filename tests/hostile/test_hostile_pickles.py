@@ -6,7 +6,6 @@ Each is built from opcodes or by pickle itself. A canary file would show that so
 from __future__ import annotations
 
 import copyreg
-import io
 import os
 import pickle
 import random
@@ -89,7 +88,7 @@ def commands(canary: Path) -> dict[str, tuple[Callable[..., Any], tuple[object, 
         "open": (open, (str(canary), "w")),
         "__import__": (__import__, ("os",)),
         "subprocess": (subprocess.Popen, (["touch", str(canary)],)),
-        "getattr": (getattr, (os, "system")) if False else (getattr, (dict, "fromkeys")),
+        "getattr": (getattr, (dict, "fromkeys")),
     }
 
 
@@ -101,8 +100,8 @@ def test_calls_become_records(name: str, protocol: int, canary: Path) -> None:
     assert isinstance(plain, Record | Global)
     if isinstance(plain, Record):
         assert plain.args == args
-    nested = {"a": [(Runs(function, *args), {"b": Runs(function, *args)})], "c": OrderedDict()}
-    nested["c"]["d"] = Runs(function, *args)
+    runs = Runs(function, *args)
+    nested = {"a": [(runs, {"b": Runs(function, *args)})], "c": OrderedDict(d=runs)}
     value = read(pickle.dumps(nested, protocol))
     assert inert.globals_in(value)
     with pytest.raises(UnsafeError):
@@ -132,7 +131,7 @@ def test_states_items_and_pairs_are_kept_not_set(protocol: int, canary: Path) ->
     assert len(value.items) == 2
     assert value.pairs[0][0] == "k"
     assert set(value.fields) == set(state)
-    assert not callable(value.append.__self__)
+    assert not callable(value)
 
 
 def text(value: str) -> bytes:
@@ -142,6 +141,7 @@ def text(value: str) -> bytes:
 
 
 SYSTEM = b"cos\nsystem\n"
+MAP = b"c__builtin__\nmap\n("
 
 
 def handmade(canary: Path) -> dict[str, bytes]:
@@ -161,10 +161,10 @@ def handmade(canary: Path) -> dict[str, bytes]:
         "module of ours": b"creshard.containers.inert\nReplace\n" + touch + b"\x85R.",
         "apply": b"c__builtin__\napply\n(" + SYSTEM + b"(" + touch + b"ttR.",
         "map": b"c__builtin__\nmap\n(" + SYSTEM + b"]" + touch + b"atR.",
-        "list of map": b"c__builtin__\nlist\n(c__builtin__\nmap\n(" + SYSTEM + b"]" + touch + b"atRtR.",
-        "set of map": b"c__builtin__\nset\n(]c__builtin__\nmap\n(" + SYSTEM + b"]" + touch + b"atRatR.",
+        "list of map": b"c__builtin__\nlist\n(" + MAP + SYSTEM + b"]" + touch + b"atRtR.",
+        "set of map": b"c__builtin__\nset\n(]" + MAP + SYSTEM + b"]" + touch + b"atRatR.",
         "reconstructor": b"ccopy_reg\n_reconstructor\n(" + SYSTEM + b"c__builtin__\nobject\nNtR.",
-        "partial": b"cfunctools\npartial\n(" + SYSTEM + touch + b"tR)R."[:-3] + b".",
+        "partial": b"cfunctools\npartial\n(" + SYSTEM + touch + b"tR.",
         "setstate as state": SYSTEM + b")R}" + text("__setstate__") + SYSTEM + b"sb.",
         "load_from_bytes": b"ctorch.storage\n_load_from_bytes\n(C\x05hello" + b"tR.",
         "rebuild_from_type": b"ctorch._tensor\n_rebuild_from_type_v2\n(" + SYSTEM + SYSTEM + b"("
@@ -373,8 +373,9 @@ def test_damage_gives_a_value_or_a_refusal_never_more() -> None:
 
 def test_random_opcodes_give_a_value_or_a_refusal() -> None:
     ops = b"(0123NRQab]}des)tluo\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"
-    parts = [bytes([op]) for op in ops] + [SYSTEM, TENSOR, b"K\x01", text("os"), b"h\x00", b"q\x00",
-             b"ccollections\nOrderedDict\n", b"c__builtin__\ngetattr\n", b"ctorch\nSize\n"]  # fmt: skip
+    parts = [bytes([op]) for op in ops]
+    parts += [SYSTEM, TENSOR, b"K\x01", text("os"), b"h\x00", b"q\x00", b"ctorch\nSize\n"]
+    parts += [b"ccollections\nOrderedDict\n", b"c__builtin__\ngetattr\n"]
     for seed in range(3000):
         rng = random.Random(seed)
         data = b"\x80\x04" + b"".join(rng.choices(parts, k=rng.randrange(3, 40))) + b"."
@@ -385,10 +386,10 @@ def test_random_opcodes_give_a_value_or_a_refusal() -> None:
 
 
 def test_deep_nesting_neither_crashes_nor_is_walked_into_the_ground() -> None:
-    depth = 300_000
+    depth = 100_000
     for data in (
         b"]" * depth + b"a" * (depth - 1) + b".",
-        b"\x80\x02}" + b")" + b"\x85" * depth + b"K\x01s.",  # hashed as a key
+        b"\x80\x02}" + b")" + b"\x85" * 300_000 + b"K\x01s.",  # hashed as a key
         b"\x80\x02" + b"(" * depth + b"t" * depth + b".",
         b"\x80\x02" + SYSTEM * depth + b")" + b"\x85R" * depth + b".",
         b"\x80\x02" + (SYSTEM + b")\x81") * 20_000 + b"b" * 19_999 + b".",
@@ -410,6 +411,9 @@ def test_shared_values_are_walked_once() -> None:
 
 # ---------------------------------------------------------------------- storages
 
+FLOATS = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0")
+HUGE = b"\x8a\x08" + b"\xff" * 7 + b"\x3f"
+
 
 @pytest.mark.parametrize(
     "pid",
@@ -423,18 +427,10 @@ def test_shared_values_are_walked_once() -> None:
         b"(" + text("storage") + SYSTEM + text("0") + text("cpu") + b"K\x06t",
         b"(" + text("storage") + text("FloatStorage") + text("0") + text("cpu") + b"K\x06t",
         b"(" + text("storage") + b"ctorch\nFloatStorage\nK\x00" + text("cpu") + b"K\x06t",
-        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + b"K\x00K\x06t",
-        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"J\xff\xff"
-        b"\xff\xfft",
-        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"G\0\0\0\0"
-        b"\0\0\0\0t",
-        b"("
-        + text("storage")
-        + b"ctorch\nFloatStorage\n"
-        + text("0")
-        + text("cpu")
-        + b"K\x06(K\x01"
-        b"tt",
+        FLOATS + b"K\x00K\x06t",
+        FLOATS + text("cpu") + b"J\xff\xff\xff\xfft",
+        FLOATS + text("cpu") + b"G\0\0\0\0\0\0\0\0t",
+        FLOATS + text("cpu") + b"K\x06(K\x01tt",
     ],
 )
 def test_odd_storage_references_are_refused(pid: bytes) -> None:
@@ -488,4 +484,3 @@ def test_nothing_was_imported_on_a_pickles_behalf(canary: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout == b""
-    assert io.BytesIO(done.stdout).read() == b""

@@ -5,7 +5,6 @@ One process imports torch and Megatron once (8 CPU seconds) and forks the ranks 
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import sys
@@ -19,13 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
 from peers import MegatronCase, megatron_cpu
 from peers.fork_ranks import fork_ranks
 from peers.megatron_checkpoint import UnloadableError, home, load, open_checkpoint, true_state
-from peers.megatron_model import Job, build, members, padded_vocab, real_vocab
+from peers.megatron_model import Job, build, join_ranks, members, padded_vocab, real_vocab
 from peers.megatron_state import (
     adam_steps,
     differences,
@@ -95,24 +93,9 @@ def run_case(case: MegatronCase, folder: Path) -> dict[str, Any]:
 
 def judge_rank(case: MegatronCase, rank: int, folder: Path) -> None:
     """One rank: load, compare, train. Rank 0 writes report.json and after-N.safetensors."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=case.world,
-        timeout=datetime.timedelta(seconds=case.seconds),
-    )
     opened = open_checkpoint(case.checkpoint)
+    join_ranks(case, rank, folder / "rendezvous")
     megatron_cpu.patch(fused_adam=opened.fused_adam)
-    parallel_state.initialize_model_parallel(
-        case.tp,
-        case.pp,
-        case.vpp if case.vpp > 1 else None,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-        create_gloo_process_groups=True,
-    )
     torch.manual_seed(99)  # so that a weight that is not loaded differs from the saved one
     job = build(opened.args, case, case.distributed or opened.distributed)
     rng = load(job, opened, case)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -45,6 +48,26 @@ class Job:
     optimizer: Any
     schedule: OptimizerParamScheduler
     distributed: str  # how the optimizer is sharded: "none" or a distrib_optim_sharding_type
+
+
+def join_ranks(case: MegatronCase, rank: int, rendezvous: Path) -> None:
+    """Process groups of this rank's job; `rendezvous` is a file that only this job uses."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=case.world,
+        timeout=datetime.timedelta(seconds=case.seconds),
+    )
+    parallel_state.initialize_model_parallel(
+        case.tp,
+        case.pp,
+        case.vpp if case.vpp > 1 else None,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        create_gloo_process_groups=True,
+    )
 
 
 def uses_mla(args: Args) -> bool:
@@ -203,7 +226,8 @@ def build(args: Args, case: MegatronCase, distributed: str) -> Job:
     chunks = [model_chunk(args, case, config, stage) for stage in range(case.vpp)]
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=case.bucket_size is not None,
+        bucket_size=case.bucket_size,
         use_distributed_optimizer=distributed != "none",
         check_for_nan_in_grad=True,
     )
@@ -227,6 +251,9 @@ def build(args: Args, case: MegatronCase, distributed: str) -> Job:
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
+    if case.bucket_size is not None:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     return Job(args, config, chunks, optimizer, schedule_of(args, optimizer), distributed)
 
 
