@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reshard.dtypes import DType
 from reshard.layout import Layout
 from reshard.topology import Topology
 
@@ -43,4 +44,6 @@ class Checkpoint:
     extras: Mapping[str, Json] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     family: str | None = None
+    #: Where tensors are quantised: the same checkpoint with their values in this dtype.
+    quantised: Callable[[DType], Checkpoint] | None = field(default=None, repr=False)
     native: object = field(default=None, repr=False)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.box import Box, row_major
-from reshard.errors import CorruptError
-from reshard.layout import Piece
+from reshard.errors import CorruptError, FormatError
+from reshard.layout import Piece, StoredArray
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +31,7 @@ class Files:
         self._flags = os.O_RDWR if writable else os.O_RDONLY
         self._open: OrderedDict[str, int] = OrderedDict()
         self._busy: dict[str, int] = {}
+        self._decoded: tuple[StoredArray, bytes] | None = None
         self._lock = threading.Lock()
 
     def _acquire(self, name: str) -> int:
@@ -106,11 +107,51 @@ class Files:
 
     def read(self, piece: Piece, box: Box) -> Array:
         """The values of `box` (inside the piece), as a row-major array of its shape."""
+        if piece.codec is not None:
+            return piece.codec.decode(self.read, piece, box)
         array = piece.array
+        if array.codec is not None:
+            return self._read_packed(piece, box)
         out = np.empty(box.shape, array.dtype.numpy)
         if out.size:
             self._read_into(piece, box, out)
         return out
+
+    def _read_packed(self, piece: Piece, box: Box) -> Array:
+        """The values of `box` out of a compressed run, which is decoded whole; the last is kept."""
+        array = piece.array
+        with self._lock:
+            held = self._decoded
+        if held is None or held[0] != array:
+            held = (array, self._decode(array))
+            with self._lock:
+                self._decoded = held
+        strides = tuple(s * array.dtype.itemsize for s in piece.strides)
+        start = piece.base_of(box) * array.dtype.itemsize
+        return np.ndarray(box.shape, array.dtype.numpy, held[1], start, strides).copy()
+
+    def _decode(self, array: StoredArray) -> bytes:
+        """The elements of a compressed array."""
+        where = self.folder / array.file
+        if array.codec != "zstd":
+            raise FormatError(f"{where}: {array.key}: the codec {array.codec!r} is not known")
+        try:
+            import zstandard
+        except ImportError:
+            raise FormatError(
+                f"{where}: {array.key} is compressed with zstd; install the package zstandard"
+            ) from None
+        raw = bytearray(array.packed)
+        self.pread(array.file, array.offset, memoryview(raw))
+        end = array.inner + array.nbytes
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(bytes(raw)) as stream:
+                data = stream.read(end)
+        except zstandard.ZstdError as error:
+            raise CorruptError(f"{where}: {array.key}: not a whole zstd stream ({error})") from None
+        if len(data) < end:
+            raise CorruptError(f"{where}: {array.key}: the zstd stream ends before its last element")
+        return data[array.inner :]
 
     def _read_into(self, piece: Piece, box: Box, out: Array) -> None:
         item = piece.array.dtype.itemsize

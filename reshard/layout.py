@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from reshard.box import Box, flat_boxes, row_major, uncovered
 from reshard.dtypes import DType
@@ -43,6 +47,18 @@ class StoredArray:
         return prod(self.shape) * self.dtype.itemsize
 
 
+#: Reads the values of a box of a piece as they are stored.
+Read = Callable[["Piece", Box], npt.NDArray[Any]]
+
+
+class Codec(Protocol):
+    """What stands between stored values and logical ones, where a map changes them."""
+
+    def decode(self, read: Read, piece: Piece, box: Box) -> npt.NDArray[np.generic]:
+        """The logical values of a box of the piece."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """This box of a logical tensor lies in these elements of a stored array.
@@ -56,6 +72,7 @@ class Piece:
     array: StoredArray
     base: int  # elements
     strides: tuple[int, ...]  # elements, one per logical axis
+    codec: Codec | None = None  # sources only: what is read is not what is stored
 
     def base_of(self, box: Box) -> int:
         """Where the first element of `box`, which lies inside self.box, is in the array."""
@@ -116,7 +133,7 @@ def refactor(piece: Piece, shape: Sequence[int], factors: Sequence[int]) -> list
                 grown.append(((*start, *box.start), (*stop, *box.stop), move))
         found = grown
     return [
-        Piece(Box(start, stop), piece.array, piece.base + move, tuple(strides))
+        Piece(Box(start, stop), piece.array, piece.base + move, tuple(strides), piece.codec)
         for start, stop, move in found
     ]
 

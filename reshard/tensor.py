@@ -39,6 +39,7 @@ class LogicalTensor:
     #: A finer shape of the same row-major elements (an axis of heads split in groups, heads and
     #: head_dim): the space that boxes are counted in, where a layout needs it.
     factors: tuple[int, ...] | None = None
+    fixed: bool = False  # --dtype leaves its dtype alone (a router's correction bias)
 
     @property
     def extent(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from reshard.layout import Draft, StoredArray
@@ -25,7 +26,7 @@ def fill(draft: Draft, folder: Path, bytes_of: Callable[[StoredArray], bytes]) -
         out[array.offset : array.offset + array.nbytes] = raw
         spans.append((array.offset, array.offset + array.nbytes))
     spans.sort()
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     assert spans[-1][1] <= draft.size == len(out)
     for checksum in draft.checksums:
         array = checksum.array

@@ -321,6 +321,22 @@ def test_our_metadata_unpickles_to_torchs_classes_and_values(saved: Path, tmp_pa
     assert type(chunk.offsets) is type(chunk.sizes) is torch.Size
 
 
+def test_older_module_names_and_missing_attributes_are_read(saved: Path) -> None:
+    ours = dcp.read_metadata(saved)
+    plan = ours.planner_data
+    assert isinstance(plan, dict)
+    data = MetadataDraft(ours.tensors, ours.objects, plan).pickled()
+    module = b"torch.distributed.checkpoint.metadata\n"
+    assert module in data
+    for old in (b"torch.distributed._shard.checkpoint.metadata\n", b"megatron.core.x\n"):
+        (saved / dcp.METADATA).write_bytes(
+            data.replace(module, old).replace(b"storage_meta", b"another_attr")
+        )
+        again = dcp.read_metadata(saved)
+        assert (again.tensors, again.objects) == (ours.tensors, ours.objects)
+        assert set(again.other) == {"another_attr"}
+
+
 def test_our_blob_is_torchs_but_for_the_serialization_id(tmp_path: Path) -> None:
     tensor = torch.arange(15, dtype=torch.float32).reshape(3, 5)
     buffer = io.BytesIO()

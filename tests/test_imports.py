@@ -20,9 +20,11 @@ ORDER = (
     {"box", "dtypes", "tensor", "topology"},
     {"layout", "codec"},
     {"files"},
-    {"schema", "dialect", "schemas"},
+    {"expression", "schemas"},
+    {"schema", "dialect", "splice"},
     {"containers"},
     {"format", "checkpoint"},
+    {"families", "translate"},
     {"plan", "migrate", "fingerprint", "rounding"},
     {"engine", "device", "readback"},
     {"commit", "manifest"},
@@ -70,7 +72,8 @@ def imports(module: str) -> Iterator[tuple[int, str]]:
             source = ".".join(base + ([node.module] if node.module else []))
             for alias in node.names:
                 inner = f"{source}.{alias.name}"
-                yield node.lineno, inner if inner in SOURCES else source
+                known = inner in SOURCES or f"{inner}.__init__" in SOURCES
+                yield node.lineno, inner if known else source
 
 
 def room(name: str) -> str:
@@ -91,8 +94,8 @@ def edges() -> Iterator[tuple[str, int, str]]:
 
 
 def test_every_module_of_the_core_has_a_place_in_the_order():
-    core = {room(name) for name in SOURCES if not is_converter(name)}
-    assert not core - ROW.keys(), "give each its row in ORDER"
+    unplaced = {room(name) for name in SOURCES if not is_converter(name)} - ROW.keys()
+    assert not unplaced, "give each its row in ORDER"
 
 
 def test_the_core_imports_upwards_only():

@@ -20,7 +20,7 @@ Results = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(unpacked: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
     llama, moe = unpacked("megatron/h-llama-tp2pp2"), unpacked("megatron/h-moe-pp2ep2")
-    legacy, buckets = unpacked("megatron/a-tp4pp2"), unpacked("megatron/f-dp3-buckets")
+    legacy, buckets = unpacked("megatron/a-tp2pp2vpp2"), unpacked("megatron/f-dp3-buckets")
     sharded = unpacked("megatron/h-llama-tp2pp1dp2-dpr")
 
     def llama_case(name: str, **fields: Any) -> MegatronCase:
@@ -48,8 +48,9 @@ def results(unpacked: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
             name="legacy",
             checkpoint=legacy / "torch",
             truth=legacy / "dist",
-            tp=4,
+            tp=2,
             pp=2,
+            vpp=2,
             steps=1,
         ),
         MegatronCase(

@@ -24,7 +24,7 @@ from .shards import Shard, shard
 from .sizes import LOCAL, TE
 from .stages import Chunk
 
-_FIELDS = {"param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+FIELDS = {"param": MASTER, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ def bucket_tensors(
     dtypes = {t.name: v.dtype for t, v in weights.items() if t.slot == PARAM}
     known = {t.name: v for t, v in weights.items() if t.slot == PARAM}
     expected: set[str] = set()
-    for group in _groups(metadata, run):
+    for group in groups_of(metadata, run):
         lengths = _lengths(folder, metadata, group)
-        for i, (label, params) in enumerate(_buffers(run, group, dtypes)):
+        for i, (label, params) in enumerate(buffers_of(run, group, dtypes)):
             made = _solve(run, group, i, params, label, lengths, known, folder)
             for legacy, canonical in params[0][1]:
                 slot = made.slot(legacy)
-                part = _shard(run, group, canonical, known)
-                for field_, name in _FIELDS.items():
+                part = shard_of(run, group, canonical, known)
+                for field_, name in FIELDS.items():
                     key = str(buckets.BucketKey(
                         group.chained, group.index, i, label, slot.bucket, field_
                     ))  # fmt: skip
@@ -97,10 +97,11 @@ def bucket_tensors(
     return tensors, _Located(folder, metadata, runs).pieces
 
 
-def _groups(metadata: Metadata, run: Run) -> Iterator[Group]:
+def groups_of(metadata: Metadata, run: Run) -> Iterator[Group]:
     """The model-parallel groups: dense ones, then those of experts if they have an optimizer."""
     topology = run.topology
-    chained = any((b := bucket_key(k)) and b.chained is not None for k in metadata.tensors)
+    keys = (*metadata.tensors, *metadata.objects)
+    chained = any((b := bucket_key(k)) and b.chained is not None for k in keys)
     spots = places(topology)
     for stage in range(topology.pp):
         for spot in spots:
@@ -132,7 +133,7 @@ def _has_experts(run: Run, chunk: Chunk) -> bool:
 _Params = list[tuple[str, str]]  # (legacy name, canonical) in module order
 
 
-def _buffers(
+def buffers_of(
     run: Run, group: Group, dtypes: Mapping[str, DType]
 ) -> Iterator[tuple[str, list[tuple[Chunk, _Params]]]]:
     """(dtypes label, its parameters) of every buffer: one per chunk and parameter dtype."""
@@ -170,7 +171,7 @@ def _grad_dtype(run: Run) -> str:
     return "float32"
 
 
-def _shard(run: Run, group: Group, canonical: str, known: Mapping[str, LogicalTensor]) -> Shard:
+def shard_of(run: Run, group: Group, canonical: str, known: Mapping[str, LogicalTensor]) -> Shard:
     rule = names.tp_rule(canonical, run.model, run.mla_down)
     return shard(canonical, known[canonical].extent, rule, run.topology, group.place)
 
@@ -197,13 +198,17 @@ def _lengths(
 def _by_label(row: Mapping[object, object], key: str) -> dict[str, Sequence[int]]:
     out: dict[str, Sequence[int]] = {}
     for kinds, numels in row.items():
-        pair = sequence(kinds, key)
-        label = ", ".join(k.path if isinstance(k, Global) else str(k) for k in pair)
         values = sequence(numels, key)
         if not all(isinstance(n, int) and n >= 0 for n in values):
             raise CorruptError(f"{key}: bucket lengths are {values}")
-        out[f"({label})"] = [n for n in values if isinstance(n, int)]
+        out[label_of(kinds, key)] = [n for n in values if isinstance(n, int)]
     return out
+
+
+def label_of(kinds: object, key: str) -> str:
+    """A buffer's (parameter, gradient) dtypes as keys spell them."""
+    pair = sequence(kinds, key)
+    return f"({', '.join(k.path if isinstance(k, Global) else str(k) for k in pair)})"
 
 
 def _solve(
@@ -216,21 +221,37 @@ def _solve(
     known: Mapping[str, LogicalTensor],
     folder: Path,
 ) -> Buffer:
-    chunk, mine = params[0]
     unpadded, padded = lengths["per_bucket_numel_unpadded"], lengths["per_bucket_numel"]
     if i >= len(unpadded) or label not in unpadded[i]:
         raise CorruptError(f"{folder}: dp_group_idx_{group.index} records no buffer {i} of {label}")
-    sized = [(a, prod(_shard(run, group, c, known).shape)) for a, c in mine]
-    own = names.shared_embedding(run.model, chunk, run.topology.pp)
-    dense = run.topology.cp * data_parallel(run.topology)
-    ranks = len(places(run.topology)) // (run.topology.expert_tp * run.topology.ep)
+    orders, own = orders_of(run, group, params, known)
     return buckets.solve(
-        {f"{_spec(run)} spec": sized},
-        dp=ranks if group.expert else dense,
-        own_bucket=[own] if own else [],
+        orders,
+        dp=sharers(run, group),
+        own_bucket=own,
         numels_unpadded=unpadded[i][label],
         numels=padded[i][label],
     )
+
+
+def orders_of(
+    run: Run,
+    group: Group,
+    params: list[tuple[Chunk, _Params]],
+    known: Mapping[str, LogicalTensor],
+) -> tuple[dict[str, list[tuple[str, int]]], list[str]]:
+    """A buffer's parameters with their sizes in module order, and those with an own bucket."""
+    chunk, mine = params[0]
+    sized = [(a, prod(shard_of(run, group, c, known).shape)) for a, c in mine]
+    own = names.shared_embedding(run.model, chunk, run.topology.pp)
+    return {f"{_spec(run)} spec": sized}, [own] if own else []
+
+
+def sharers(run: Run, group: Group) -> int:
+    """The ranks that share a group's buffers: DP x CP, of experts their own."""
+    if group.expert:
+        return len(places(run.topology)) // (run.topology.expert_tp * run.topology.ep)
+    return run.topology.cp * data_parallel(run.topology)
 
 
 @dataclass

@@ -19,11 +19,13 @@ from reshard.layout import Layout, Piece, place
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Topology, topology
 
-from . import names, run
+from . import flattened_read, names, run
 from .buckets import bucket_key
 from .carry import Carried, carry, fields_of, mapping, scalar, sequence
+from .dp_zero_read import is_dp_zero, object_tensors
+from .flattened_read import Grid
 from .run import Optimizer, Options, Run
-from .sizes import Sizes, sizes
+from .sizes import LEGACY_GROUPED, Sizes, sizes
 from .stages import Pipeline, pipeline_of_args
 
 NAME = "megatron"
@@ -33,6 +35,15 @@ _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _SLOTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ, "fp32_param": MASTER, "param": MASTER}
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _VOCAB = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+#: How a DistributedOptimizer was saved. fully_sharded_bucket_space is the older name of
+#: dp_reshardable. Source: distrib_optimizer.py sharded_state_dict @ core_v0.14.0, core_v0.16.1.
+_FORMS = (
+    "fully_reshardable",
+    "dp_reshardable",
+    "fully_sharded_model_space",
+    "fully_sharded_bucket_space",
+    "dp_zero_gather_scatter",
+)
 _KNOWN = ("args", "optimizer", "content_metadata", *run.KEPT)
 
 
@@ -53,6 +64,7 @@ class Source:
 
     key: str
     index: tuple[int, ...]
+    grid: Grid | None = None  # of flattened shards
 
 
 @dataclass
@@ -74,13 +86,17 @@ class Chunks:
         if found is None:
             if len(self._keys) > 64:
                 self._keys.clear()
-            found = self._keys[source.key] = self._locate(source.key, len(source.index))
+            found = self._keys[source.key] = self._locate(source)
         return found.get(source.index, ())
 
-    def _locate(self, key: str, axes: int) -> dict[tuple[int, ...], list[Piece]]:
+    def _locate(self, source: Source) -> dict[tuple[int, ...], list[Piece]]:
+        key, axes = source.key, len(source.index)
         entry = self.metadata.tensors[key]
         out: dict[tuple[int, ...], list[Piece]] = {}
         arrays = self._blobs.arrays((key, c, entry.dtype) for c in entry.chunks)
+        if source.grid is not None:
+            held = zip(entry.chunks, arrays, strict=True)
+            return flattened_read.located(source.grid, axes, held)
         for chunk, array in zip(entry.chunks, arrays, strict=True):
             lead = Box.at(chunk.offsets[:axes], chunk.sizes[:axes])
             box = Box.at(chunk.offsets[axes:], chunk.sizes[axes:])
@@ -114,7 +130,7 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     place_ = _topology(args, options)
     pipe = _pipeline(args, place_)
     content = root.get("content_metadata")
-    _check_form(folder, metadata, content)
+    _check_form(folder, content)
     tensors, sources = _tensors(metadata, model)
     read = Chunks(folder, metadata, sources)
     pieces_of: Callable[[TensorId], Sequence[Piece]] = read.pieces
@@ -143,6 +159,14 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
 
         def pieces_of(tensor: TensorId) -> Sequence[Piece]:
             return read.pieces(tensor) if tensor in model_space else bucket_pieces(tensor)
+
+    if is_dp_zero(metadata) and not options.weights_only:
+        located = object_tensors(folder, metadata, native, tensors)
+        held = dict(sources)
+        tensors = {**tensors, **located.tensors}
+
+        def pieces_of(tensor: TensorId) -> Sequence[Piece]:
+            return read.pieces(tensor) if tensor in held else located.pieces(tensor)
 
     groups, steps = run.param_groups(native, tensors)
     iteration = root.get("iteration")
@@ -214,17 +238,10 @@ def _pipeline(args: Mapping[str, object], place_: Topology) -> Pipeline | None:
         return None  # torch_dist is topology-free: the split is only shown
 
 
-def _check_form(folder: Path, metadata: Metadata, content: object) -> None:
+def _check_form(folder: Path, content: object) -> None:
     form = content.get("distrib_optim_sharding_type") if isinstance(content, Mapping) else None
-    if form not in (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space"):
+    if form is not None and form not in _FORMS:
         raise FormatError(f"{folder}: the optimizer form {form!r} is not read")
-    for key in metadata.objects:
-        found = bucket_key(key)
-        if found is not None and found.field == "param_state":
-            raise FormatError(
-                f"{folder}: the optimizer form dp_zero_gather_scatter (one pickle per group) is "
-                "not read yet. Convert with --weights-only after removing it, or save again."
-            )
 
 
 def _tensors(
@@ -233,33 +250,36 @@ def _tensors(
     """Every model-space tensor: one per layer and expert."""
     tensors: dict[TensorId, LogicalTensor] = {}
     sources: dict[TensorId, Source] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
     for key, entry in metadata.tensors.items():
         if bucket_key(key) is not None:
             continue
         m = _STATE.fullmatch(key)
         slot, bare = (_SLOTS.get(m[1], m[1]), m[2]) if m else (PARAM, key)
         found = names.from_dist(bare)
-        if slot == PARAM:
-            shapes[bare] = entry.shape
-        elif bare in metadata.tensors and metadata.tensors[bare].shape != entry.shape:
-            raise FormatError(
-                f"{key}: shape {list(entry.shape)}, the weight's is "
-                f"{list(metadata.tensors[bare].shape)}: the optimizer form "
-                "fully_sharded_model_space of core <= 0.14, which is not read yet. Convert with "
-                "--weights-only from a copy without optimizer keys."
-            )
+        made = None if slot == PARAM else _flattened(metadata, key, bare, found, model)
+        shape = entry.shape[found.axes :] if made is None else made.shape
         lead = Box.whole(entry.shape[: found.axes])
         for index in _indices(lead):
             name = found.canonical(index)
             tensor = TensorId(name, slot)
             if tensor in tensors:
                 raise CorruptError(f"{tensor} is stored under {sources[tensor].key} and {key}")
-            tensors[tensor] = _logical(
-                tensor, entry.shape[found.axes :], entry.dtype, model, bare, index
-            )
-            sources[tensor] = Source(key, index)
+            tensors[tensor] = _logical(tensor, shape, entry.dtype, model, bare, index)
+            sources[tensor] = Source(key, index, made)
     return tensors, sources
+
+
+def _flattened(
+    metadata: Metadata, key: str, bare: str, name: names.DistName, model: Sizes
+) -> Grid | None:
+    """The grid of an optimizer key that is stored flattened, None if it lies as its weight does."""
+    stored = metadata.tensors[key].shape
+    weight = metadata.tensors[bare].shape if bare in metadata.tensors else None
+    original = flattened_read.original_shape(metadata, key)
+    if stored == weight or (weight is None and original is None):
+        return None
+    grouped = model.experts_form == LEGACY_GROUPED and ".mlp.experts." in name.template
+    return flattened_read.grid(key, stored, name.axes, weight, original, grouped)
 
 
 def _logical(

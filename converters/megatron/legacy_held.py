@@ -1,4 +1,4 @@
-"""Which rank file of a legacy checkpoint holds which logical tensor, and where; read or declared."""
+"""Which rank file of a legacy checkpoint holds which logical tensor, read or declared."""
 
 from __future__ import annotations
 
@@ -75,6 +75,14 @@ class Held:
     offsets: npt.NDArray[np.int64]  # bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The entries that some rank files have in common, and those files."""
+
+    entries: tuple[Entry, ...]
+    held: list[Held] = field(default_factory=list)
+
+
 @dataclass
 class Holdings:
     """Which rank files hold what, compactly."""
@@ -83,22 +91,22 @@ class Holdings:
     topology: Topology
     mla_down: bool | None
     tensors: dict[TensorId, LogicalTensor] = field(default_factory=dict)
-    tables: dict[tuple[Entry, ...], list[Held]] = field(default_factory=dict)
-    index: dict[TensorId, list[tuple[tuple[Entry, ...], int]]] = field(default_factory=dict)
+    tables: dict[tuple[Entry, ...], Table] = field(default_factory=dict)
+    index: dict[TensorId, list[tuple[Table, int]]] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
 
     def add(self, rank: RankFile, file: str, found: Sequence[tuple[Entry, int]]) -> None:
         """Take in what one file holds. Raises CorruptError where ranks disagree on a tensor."""
         if not found:
             return
-        table = tuple(entry for entry, _ in found)
-        known = self.tables.get(table)
-        if known is None:
-            known = self.tables[table] = []
-            for i, entry in enumerate(table):
+        entries = tuple(entry for entry, _ in found)
+        table = self.tables.get(entries)
+        if table is None:
+            table = self.tables[entries] = Table(entries)
+            for i, entry in enumerate(entries):
                 self._declare(entry, file)
                 self.index.setdefault(entry.tensor, []).append((table, i))
-        known.append(Held(rank, file, np.array([at for _, at in found], np.int64)))
+        table.held.append(Held(rank, file, np.array([at for _, at in found], np.int64)))
 
     def _declare(self, entry: Entry, file: str) -> None:
         shape = global_shape(entry.spot.shape, self.rule(entry.tensor.name), self.topology)
@@ -131,9 +139,9 @@ class Holdings:
         logical = self.tensors[tensor]
         rule = self.rule(tensor.name)
         for table, i in self.index[tensor]:
-            entry = table[i]
+            entry = table.entries[i]
             steps = entry.spot.strides
-            for held in self.tables[table]:
+            for held in table.held:
                 array = StoredArray(
                     held.file, int(held.offsets[i]), entry.stored, entry.dtype, entry.key,
                     held.rank.folder,

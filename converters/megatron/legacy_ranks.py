@@ -89,22 +89,28 @@ def checked_files(folder: Path, degrees: Topology) -> list[RankFile]:
     return wanted
 
 
+def said_degrees(args: Mapping[str, object], model: Sizes) -> dict[str, int]:
+    """The degrees that the args say; etp only where there are experts."""
+    said: dict[str, int] = {}
+    for degree, fields in _FIELDS.items():
+        value = next((args[f] for f in fields if args.get(f) is not None), None)
+        if value is None or (degree == "etp" and model.experts is None):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise FormatError(f"args.{fields[0]} is {value!r}, not a whole number")
+        said[degree] = value
+    return said
+
+
 def degrees_of(args: Mapping[str, object], model: Sizes, options: OpenOptions) -> Topology:
     """The topology that the args say, and --from where they do not; vpp is left at 1.
 
     Raises FormatError for a degree that neither says, or that --from says otherwise.
     """
-    said: dict[str, int] = {}
+    said = said_degrees(args, model)
     given = {k: v for k, v in options.given.degrees.items() if k not in ("zero", "vpp")}
     for degree, fields in _FIELDS.items():
-        value = next((args[f] for f in fields if args.get(f) is not None), None)
-        if degree == "etp" and model.experts is None:
-            continue
-        if isinstance(value, int) and not isinstance(value, bool):
-            said[degree] = value
-        elif value is not None:
-            raise FormatError(f"args.{fields[0]} is {value!r}, not a whole number")
-        if given.get(degree, said.get(degree)) != said.get(degree) and degree in said:
+        if degree in said and given.get(degree, said[degree]) != said[degree]:
             raise FormatError(
                 f"--from says {degree}={given[degree]}, the checkpoint's args say "
                 f"{degree}={said[degree]} ({fields[0]})"

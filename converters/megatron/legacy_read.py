@@ -21,7 +21,7 @@ from . import names, run
 from .carry import Carried, carry, fields_of, mapping, plain
 from .legacy_held import Entry, Experts, Holdings, Param, Spot, spots_of
 from .legacy_optim import OptimizerReader
-from .legacy_ranks import RankFile, checked_files, degrees_of, found_folders
+from .legacy_ranks import MODEL, RankFile, checked_files, degrees_of, found_folders, said_degrees
 from .run import Run
 from .sizes import LEGACY_GROUPED, LOCAL, SEQUENTIAL, TE, TE_GROUPED, Sizes, need, sizes
 from .stages import Chunk, pipeline_of_args
@@ -44,10 +44,7 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
     Raises FormatError for a form that is not read or degrees that nothing says, CorruptError for
     rank files that are missing, too many, or of different runs.
     """
-    first = next((n for n in found_folders(folder) if recognise_rank(folder / n)), None)
-    if first is None:
-        raise CorruptError(f"{folder}: no mp_rank folder holds model_optim_rng.pt")
-    native, holdings = _start(folder, first, options)
+    native, holdings = _start(folder, options)
     files = checked_files(folder, native.topology)
     reader = OptimizerReader(folder, native, holdings, options.weights_only)
     head = Head.of(native)
@@ -58,10 +55,11 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
         root = mapping(file.root, rank.model)
         head.check(root, folder / rank.model)
         params = list(_params(native, rank, file, root))
+        native = _shown(native, [p.key for p in params])
         holdings.add(rank, rank.model, [_weight(file, root, p, s) for p in params for s in p.spots])
         reader.read(rank, file, root, params)
-        position = (rank.stage, rank.place.tp, rank.place.dp)[: len(grid)]
-        if root.get("rng_state") is not None and position not in rng:
+        if root.get("rng_state") is not None:
+            position = (rank.stage, rank.place.tp, rank.place.dp)[: len(grid)]
             rng[position] = _rng(file, root, position)
     native = replace(native, optimizer=reader.optimizer(), rng=rng, rng_grid=grid)
     groups, steps = run.param_groups(native, holdings.tensors)
@@ -81,17 +79,15 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
     )
 
 
-def recognise_rank(folder: Path) -> bool:
-    """Whether an mp_rank folder holds a rank's file."""
-    return (folder / "model_optim_rng.pt").is_file()
-
-
 # --- what the first file says --------------------------------------------------------------------
 
 
-def _start(folder: Path, first: str, options: OpenOptions) -> tuple[Run, Holdings]:
+def _start(folder: Path, options: OpenOptions) -> tuple[Run, Holdings]:
     """Args, sizes, topology and pipeline, from the first rank file."""
-    where = folder / first / "model_optim_rng.pt"
+    first = next((n for n in found_folders(folder) if (folder / n / MODEL).is_file()), None)
+    if first is None:
+        raise CorruptError(f"{folder}: no mp_rank folder holds {MODEL}")
+    where = folder / first / MODEL
     file = torchfile.load(where, f"{first}/{where.name}")
     root = mapping(file.root, str(where))
     args = fields_of(root["args"], str(where)) if root.get("args") is not None else {}
@@ -106,8 +102,8 @@ def _start(folder: Path, first: str, options: OpenOptions) -> tuple[Run, Holding
         raise FormatError(f"--from says vpp={vpp}, the checkpoint's args say vpp={pipe.vpp}")
     degrees = replace(degrees, vpp=pipe.vpp)
     keys = [str(k) for m in _chunks(root, where) for k in m]
-    spec = _spec(keys)
-    model = replace(model, spec=spec, experts_form=_experts_form(keys, model))
+    spec = _spec(keys) if any(".layers." in k for k in keys) else model.spec
+    model = replace(model, spec=spec)
     native = Run(
         args=args,
         model=model,
@@ -118,7 +114,6 @@ def _start(folder: Path, first: str, options: OpenOptions) -> tuple[Run, Holding
         spec=spec,
         mla_down=_mla_down(root, where, model, degrees),
         legacy_extra=True,
-        mtp_inner=next((i for i in names._INNER if any(i in k for k in keys)), names._INNER[0]),
         unread=_unread(root, where),
     )
     return native, Holdings(model, degrees, native.mla_down)
@@ -154,15 +149,18 @@ def _spec(keys: Sequence[str]) -> str:
     return TE if te else LOCAL
 
 
-def _experts_form(keys: Sequence[str], model: Sizes) -> str:
+def _shown(native: Run, keys: Sequence[str]) -> Run:
+    """The run, with what the keys of a rank show: the experts' module, the name of MTP's layer."""
     for form, part in (
         (SEQUENTIAL, r"\.experts\.local_experts\."),
         (TE_GROUPED, r"\.experts\.linear_fc[12]\.weight\d+$"),
         (LEGACY_GROUPED, r"\.experts\.weight[12]$"),
     ):
-        if any(re.search(part, k) for k in keys):
-            return form
-    return model.experts_form
+        if native.model.experts_form != form and any(re.search(part, k) for k in keys):
+            native = replace(native, model=replace(native.model, experts_form=form))
+    if any(".mtp_model_layer." in k for k in keys):
+        native = replace(native, mtp_inner="mtp_model_layer.")
+    return native
 
 
 def _mla_down(
@@ -225,12 +223,13 @@ class Head:
     args: Mapping[str, object]
     common: Mapping[str, object]
     model: Sizes
-    degrees: Topology
+    said: Mapping[str, int]  # degrees
 
     @staticmethod
     def of(native: Run) -> Head:
         """What the first file says."""
-        return Head(native.args, native.common, sizes(native.args), native.topology)
+        model = sizes(native.args)
+        return Head(native.args, native.common, model, said_degrees(native.args, model))
 
     def check(self, root: Mapping[object, object], where: Path) -> None:
         """Raises CorruptError if another rank file is of another run or iteration."""
@@ -245,10 +244,10 @@ class Head:
         if bool(args) != bool(self.args) or sizes(args) != self.model:
             raise CorruptError(f"{where}: its args describe another model than the first file's")
         if args:
-            said = degrees_of(args, self.model, OpenOptions())
-            if replace(said, vpp=self.degrees.vpp) != replace(self.degrees, dp=said.dp):
+            said = said_degrees(args, self.model)
+            if said != self.said:
                 raise CorruptError(
-                    f"{where}: its args say {said}, those of the first rank file {self.degrees}. "
+                    f"{where}: its args say {said}, those of the first rank file {self.said}. "
                     "Two checkpoints are mixed in this folder."
                 )
 

@@ -203,7 +203,9 @@ def _file(
         root["rng_state"] = rng.obj
         writer.values |= rng.values
     if "num_floating_point_operations_so_far" in common:
-        root["num_floating_point_operations_so_far"] = common["num_floating_point_operations_so_far"]
+        root["num_floating_point_operations_so_far"] = common[
+            "num_floating_point_operations_so_far"
+        ]
     return writer.draft(root)
 
 
@@ -437,9 +439,7 @@ def _notes(native: Run, shape: Shape) -> Iterator[str]:
         yield "experts are written as GroupedMLP's weight1 and weight2 (--moe-grouped-gemm)"
 
 
-def _recipe(
-    native: Run, aim: Goal, shape: Shape, rng_fates: Sequence[Fate]
-) -> Mapping[str, Json]:
+def _recipe(native: Run, aim: Goal, shape: Shape, rng_fates: Sequence[Fate]) -> Mapping[str, Json]:
     made = run.recipe(
         native,
         aim.topology,

@@ -210,7 +210,7 @@ def _places(
 def _is_sizes(value: object) -> bool:
     if type(value) is not tuple:
         return False
-    for n in value:  # a loop: this runs millions of times
+    for n in value:  # noqa: SIM110  # twice as fast as all(): this runs millions of times
         if type(n) is not int or not 0 <= n < 1 << 62:
             return False
     return True

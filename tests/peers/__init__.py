@@ -47,6 +47,10 @@ class MegatronCase:
     #: A checkpoint of the same state that Megatron wrote. It is trained at this case's topology
     #: and at its own: how far these two part is the noise floor that this case is held to.
     native: Path | None = None
+    #: Where Megatron itself cannot load `native` at this topology: the checkpoint and the degrees
+    #: at which it can reload one of the same model, for the noise floor.
+    floor_native: Path | None = None
+    floor_at: tuple[tuple[str, int], ...] = ()
     steps: int = 4
     probes: tuple[int, ...] = ()  # steps after which weights and moments are held to the floor too
     #: Spoil the live state after loading, to see that the judge notices: "step", "decay", "beta",

@@ -56,9 +56,10 @@ def main(wanted: Path, found: Path) -> None:
 
 def case_of(fields: dict[str, Any]) -> MegatronCase:
     """A case from its JSON."""
-    for name in ("checkpoint", "truth", "native"):
+    for name in ("checkpoint", "truth", "native", "floor_native"):
         fields[name] = fields[name] and Path(fields[name])
-    return MegatronCase(**fields | {"probes": tuple(fields["probes"])})
+    floor_at = tuple((name, n) for name, n in fields["floor_at"])
+    return MegatronCase(**fields | {"probes": tuple(fields["probes"]), "floor_at": floor_at})
 
 
 class Runs:
@@ -175,16 +176,25 @@ def judge_case(case: MegatronCase, runs: Runs) -> dict[str, Any]:
             native=None,
             spoil=None,
         )
-        there = runs.run(replace(reload, name=f"{case.name}: native reload"))
         # the same rows of padding everywhere: they count in the softmax
         rows = padded_vocab(open_checkpoint(case.native).args, case)
         at_home = home(case.native) | {"padded_vocab": rows}
         origin = runs.run(replace(reload, name=f"{case.name}: native at home", **at_home))
-        broken = [run["error"] for run in (there, origin) if run["error"]]
+        floor_from, like = origin, None
+        if case.floor_native:
+            source = replace(reload, checkpoint=case.floor_native, truth=case.floor_native)
+            degrees = {"padded_vocab": rows} | home(case.floor_native)
+            floor_from = runs.run(replace(source, name=f"{case.name}: floor at home", **degrees))
+            degrees |= {"etp": None, "dp": None} | dict(case.floor_at)
+            there = runs.run(replace(source, name=f"{case.name}: floor", **degrees))
+        else:
+            there = like = runs.run(replace(reload, name=f"{case.name}: native reload"))
+        broken = [run["error"] for run in (there, floor_from, origin) if run["error"]]
         if broken:
             result["error"] = "native reload failed:\n" + "\n".join(broken)
         else:
-            result |= hold_to_floor(result, there, origin, case.probes)
+            floor = distances(there, floor_from, case.probes)
+            result |= hold_to_floor(result, floor, like or origin, origin, case.probes)
     result["ok"] = (
         result["error"] is None
         and not result["different"]
@@ -196,23 +206,26 @@ def judge_case(case: MegatronCase, runs: Runs) -> dict[str, Any]:
 
 
 def hold_to_floor(
-    case: dict[str, Any], there: dict[str, Any], origin: dict[str, Any], probes: tuple[int, ...]
+    case: dict[str, Any],
+    floor: dict[str, float],
+    like: dict[str, Any],
+    origin: dict[str, Any],
+    probes: tuple[int, ...],
 ) -> dict[str, Any]:
-    """Distances of the case and of the native reload from the native run at its own topology.
+    """Distances of the case from the native run at its own topology, held to the noise floor.
 
-    Adds to `different` what must be equal whatever the topology: step counts, group options and
-    the schedule.
+    Adds to `different` what must be equal to the run `like`: step counts, the schedule, and group
+    options where that run has the case's topology.
     """
-    floor, distance = (distances(run, origin, probes) for run in (there, case))
+    distance = distances(case, origin, probes)
+    equal = ("adam_steps", "schedule") if like is origin else ("adam_steps", "groups", "schedule")
     beyond = [
         f"{name}: {distance[name]:.3g}, and a native reload {floor[name]:.3g}"
         for name in distance
         if distance[name] > FLOORS * floor[name]
     ]
     different = case["different"] + [
-        f"{name}: {case[name]} for {there[name]}"
-        for name in ("adam_steps", "groups", "schedule")
-        if case[name] != there[name]
+        f"{name}: {case[name]} for {like[name]}" for name in equal if case[name] != like[name]
     ]
     return {
         "floor": floor,

@@ -1,0 +1,1 @@
+"""Measurements: makers of big checkpoints and the commands that time them."""

@@ -1,0 +1,201 @@
+"""What becomes of schedulers, counters, random states and unknown values: kept, moved or dropped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from reshard.checkpoint import Checkpoint
+from reshard.containers import torchfile
+from reshard.errors import LossError
+from reshard.format import Fate, Loss
+from reshard.layout import Draft
+
+from .goal import Goal
+from .leaves import ObjectLeaf, dotted
+from .state import State
+from .values import ALLOWED, Carried, Path, strangers
+
+_DATA = "dataloader"
+_RANK = "dp_rank_"
+
+
+@dataclass
+class Kept:
+    """What is written beside tensors and groups, and the fate of each field."""
+
+    entries: list[tuple[Path, Carried]] = field(default_factory=list)  # in the store
+    files: dict[str, Carried] = field(default_factory=dict)  # beside it
+    fates: list[Fate] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+
+    def drop(self, path: str, why: str) -> None:
+        """A field that the target will not have."""
+        self.fates.append(Fate(path, "drop", why))
+        self.losses.append(Loss("extra-dropped", path, why))
+
+
+def keep_extras(source: Checkpoint, aim: Goal) -> Kept:
+    """Sort the source's extras for a target."""
+    kept = Kept()
+    native = source.native
+    extras = native.extras if isinstance(native, State) else ()
+    if aim.weights_only:
+        if extras or source.extras:
+            kept.fates.append(Fate("extras", "drop", "weights only"))
+        return kept
+    extras = _data_loaders(extras, aim, kept)
+    schedule = schedule_of(extras)
+    for extra in extras:
+        path = extra.file or dotted(extra.path)
+        foreign = strangers(extra.value.obj)
+        if foreign:
+            kept.drop(path, f"names {', '.join(foreign[:3])}: code is never written again")
+        elif aim.same_kind:
+            _keep(kept, extra)
+        elif schedule is not None and extra in schedule.leaves:
+            continue
+        elif aim.dialect.kind == "plain" and not extra.file:
+            _keep(kept, extra)
+        elif aim.dialect.kind == "torchtitan" and extra.path[0] == "train_state":
+            _keep(kept, extra)
+        else:
+            kept.drop(path, f"a {aim.dialect.kind} checkpoint has no place for it")
+    if not aim.same_kind:
+        _move(source, aim, schedule, kept)
+    return kept
+
+
+def _keep(kept: Kept, extra: ObjectLeaf) -> None:
+    if extra.file:
+        kept.files[extra.file] = extra.value
+    else:
+        kept.entries.append((extra.path, extra.value))
+    kept.fates.append(Fate(extra.file or dotted(extra.path), "keep"))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """An LR scheduler's state, by field, and the leaves it came from."""
+
+    fields: Mapping[str, Carried]
+    leaves: tuple[ObjectLeaf, ...]
+
+    @property
+    def base_lrs(self) -> list[float] | None:
+        """The rates before scheduling, by group."""
+        found = self.fields.get("base_lrs", Carried(None)).obj
+        if isinstance(found, list) and all(isinstance(x, int | float) for x in found):
+            return [float(x) for x in found]
+        return None
+
+
+def schedule_of(extras: Sequence[ObjectLeaf]) -> Schedule | None:
+    """The scheduler's state, known by its `last_epoch`; None if there is none or more than one."""
+    found: list[Schedule] = []
+    for extra in extras:
+        if extra.path[-1] == "last_epoch" and len(extra.path) > 1:
+            lead = extra.path[:-1]
+            inside = [e for e in extras if e.path[: len(lead)] == lead]
+            fields = {dotted(e.path[len(lead) :]): e.value for e in inside}
+            found.append(Schedule(fields, tuple(inside)))
+        elif isinstance(extra.value.obj, Mapping):
+            for state in _schedules(extra.value.obj):
+                fields = {str(k): Carried(v, extra.value.values) for k, v in state.items()}
+                whole = (extra,) if state is extra.value.obj else ()
+                found.append(Schedule(fields, whole))
+    return found[0] if len(found) == 1 else None
+
+
+def _schedules(obj: Mapping[object, object]) -> list[Mapping[object, object]]:
+    """The scheduler states in a file: itself, one of its values (Fabric), or a list (Lightning)."""
+    if "last_epoch" in obj:
+        return [obj]
+    out: list[Mapping[object, object]] = []
+    for value in obj.values():
+        parts = value if isinstance(value, list) else [value]
+        out += [p for p in parts if isinstance(p, Mapping) and "last_epoch" in p]
+    return out
+
+
+def _move(source: Checkpoint, aim: Goal, schedule: Schedule | None, kept: Kept) -> None:
+    """The scheduler and the step, where the target's kind keeps them."""
+    kind = aim.dialect.kind
+    if schedule is not None:
+        names = ", ".join(leaf.file or dotted(leaf.path) for leaf in schedule.leaves) or "scheduler"
+        if kind == "accelerate":
+            state: dict[str, object] = {k: v.obj for k, v in schedule.fields.items()}
+            kept.files["scheduler.bin"] = Carried(state)
+            kept.fates.append(Fate(names, "remap", "scheduler.bin"))
+        else:
+            for name, value in schedule.fields.items():
+                if kind != "torchtitan" or name == "last_epoch":
+                    kept.entries.append((("lr_scheduler", name), value))
+            kept.fates.append(Fate(names, "remap", "lr_scheduler"))
+    if source.iteration is None or kind not in ("plain", "torchtitan"):
+        return
+    present = {path for path, _ in kept.entries}
+    if ("train_state", "step") not in present:
+        kept.entries.append((("train_state", "step"), Carried(source.iteration)))
+        kept.fates.append(Fate("iteration", "keep", "train_state.step"))
+    if kind == "torchtitan" and ("train_state", "ntokens_seen") not in present:
+        kept.entries.append((("train_state", "ntokens_seen"), Carried(0)))
+        kept.fates.append(Fate("train_state.ntokens_seen", "derive", "not in the source; 0"))
+
+
+# ---------------------------------------------------------------------- per-rank data loaders
+
+
+def _data_loaders(
+    extras: Sequence[ObjectLeaf], aim: Goal, kept: Kept
+) -> tuple[ObjectLeaf, ...]:
+    """The extras with data-loader states for the target's ranks.
+
+    torchtitan keeps one opaque state per data-parallel rank (components/dataloader.py), and ranks
+    that find none lose data silently (torchtitan#811). Raises LossError when their number changes
+    and nobody said what to do.
+    """
+    mine = [e for e in extras if _data_rank(e) is not None]
+    if not mine or not aim.dp_given or len(mine) == aim.ranks:
+        return tuple(extras)
+    rest = [e for e in extras if e not in mine and e.path != (_DATA, "world_size")]
+    if aim.data is None:
+        raise LossError(
+            f"{dotted(mine[0].path)} and {len(mine) - 1} more are opaque states of {len(mine)} "
+            f"ranks' data loaders; the target has {aim.ranks} ranks. Say data=reset to start the "
+            "data anew, or data=rank0 to give every rank the first one's state."
+        )
+    if aim.data == "reset":
+        kept.drop(f"{_DATA}.{_RANK}*", "data loaders start anew, as asked")
+        return tuple(rest)
+    first = next((e for e in mine if _data_rank(e) == 0), mine[0])
+    kept.losses.append(
+        Loss("data-cursor", f"{_DATA}.{_RANK}*", "every rank has rank 0's state, as asked")
+    )
+    made = [replace(first, path=(_DATA, f"{_RANK}{r}")) for r in range(aim.ranks)]
+    size = [e for e in extras if e.path == (_DATA, "world_size")]
+    return (*rest, *made, *(replace(e, value=Carried(aim.ranks)) for e in size))
+
+
+def _data_rank(extra: ObjectLeaf) -> int | None:
+    match extra.path:
+        case ("dataloader", str() as name) if name.startswith(_RANK) and name[len(_RANK) :].isdigit():
+            return int(name[len(_RANK) :])
+    return None
+
+
+def side_drafts(kept: Kept) -> list[Draft]:
+    """The files beside the stores."""
+    out: list[Draft] = []
+    for name, value in kept.files.items():
+        if name.endswith(".json"):
+            raw = json.dumps(value.obj, indent=2).encode()
+            out.append(Draft(name, len(raw), [(0, raw)]))
+        else:
+            draft, _ = torchfile.draft(
+                name, value.obj, allow=ALLOWED, archive=name.partition(".")[0], values=value.values
+            )
+            out.append(draft)
+    return out
+

@@ -1,0 +1,271 @@
+"""Builds a checkpoint from the leaves of a state dict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as Folder
+
+import numpy as np
+
+from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.errors import CorruptError, FormatError, ReplicaError
+from reshard.files import Files
+from reshard.layout import Layout, Piece
+from reshard.tensor import EXP_AVG, PARAM, LogicalTensor, TensorId
+from reshard.topology import Topology
+
+from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
+from .names import Spelling
+from .order import names_by_number
+from .roles import Group, Roles, StateEntry, sort_leaves
+from .state import STEP, Dialect, State
+from .values import Carried, flattened, plain, scalar, tensor
+
+NAMING = "torch"
+_NUMBER = re.compile(r"(?:^|[-_=])(\d+)(?:\.ckpt)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a kind of source gives: its leaves, the files they lie in, who wrote them."""
+
+    root: Folder
+    format: str
+    version: str
+    kind: str
+    leaves: Sequence[Leaf]
+    files: tuple[str, ...]
+    ranks: int | None = None
+    folders: tuple[str, str] = ("", "")  # of the model and of the optimizer
+    iteration: int | None = None
+    problems: tuple[str, ...] = ()
+
+
+def build(found: Found) -> Checkpoint:
+    """The checkpoint that these leaves are.
+
+    Raises CorruptError or FormatError for what contradicts itself or cannot be told.
+    """
+    roles = sort_leaves(found.leaves, lightning=found.kind == "lightning")
+    numbers, note = _numbers(found, roles)
+    tensors, leaves = _tensors(roles, numbers)
+    steps = _steps(found.root, roles, numbers)
+    groups = tuple(_group(g, roles.spelling, numbers) for g in roles.groups)
+    extras = _extras(found.root, roles)
+
+    def pieces_of(tensor: TensorId) -> Sequence[Piece]:
+        return leaves[tensor].pieces()
+
+    shown: dict[str, Json] = {}
+    for extra in extras:
+        shown |= flattened(extra.value, dotted(extra.path))
+    containers = roles.containers or (("optim",),)
+    dialect = Dialect(
+        kind=found.kind,
+        model=roles.model,
+        optimizers=containers,
+        flat=roles.flat,
+        attribute=roles.spelling.attribute,
+        model_folder=found.folders[0],
+        optimizer_folder=found.folders[1],
+    )
+    native = State(
+        dialect,
+        tuple(g.options for g in roles.groups),
+        tuple(containers.index(g.container) for g in roles.groups),
+        tuple(extras),
+        roles.others,
+        found.ranks,
+    )
+    return Checkpoint(
+        path=found.root,
+        format=found.format,
+        version=found.version,
+        topology=Topology(dp=found.ranks),
+        layout=Layout(tensors, pieces_of, NAMING),
+        files=found.files,
+        groups=groups if roles.containers else None,
+        steps=steps,
+        iteration=_iteration(found, shown, steps),
+        extras=shown,
+        problems=(*found.problems, *([note] if note else [])),
+        native=native,
+    )
+
+
+def _numbers(found: Found, roles: Roles) -> tuple[dict[int, str], str | None]:
+    """The names behind an optimizer's numbers; empty where it has names."""
+    if not any(isinstance(e.parameter, int) for e in roles.state):
+        return {}, None
+    where = f"{found.root}: {dotted(roles.containers[0]) or 'the optimizer'}"
+    given = _given_names(roles)
+    if given is not None:
+        return given, None
+    if len(roles.containers) > 1:
+        raise FormatError(f"{where}: several optimizers that number their parameters are not read")
+    shapes = {
+        e.parameter: e.leaf.shape
+        for e in roles.state
+        if isinstance(e.parameter, int) and isinstance(e.leaf, TensorLeaf) and e.name != STEP
+        and (e.leaf.shape or e.name == EXP_AVG)
+    }
+    groups = [[m for m in g.members if isinstance(m, int)] for g in roles.groups]
+    return names_by_number(_own_parameters(roles), groups, shapes, where)
+
+
+def _given_names(roles: Roles) -> dict[int, str] | None:
+    """The names that groups keep beside numbers (torch >= 2.6: `param_names`), or None."""
+    out: dict[int, str] = {}
+    for group in roles.groups:
+        listed = group.options.get("param_names", Carried(None)).obj
+        if not isinstance(listed, list) or len(listed) != len(group.members):
+            return None
+        for number, name in zip(group.members, listed, strict=True):
+            if not isinstance(number, int) or not isinstance(name, str):
+                return None
+            out[number] = roles.spelling.canonical(name)
+    return out
+
+
+def _own_parameters(roles: Roles) -> list[tuple[str, tuple[int, ...]]]:
+    """The model's parameters that an optimizer may hold, in order: no buffers of numbers, and a
+    tensor under two names (a tied one) once."""
+    out: list[tuple[str, tuple[int, ...]]] = []
+    seen: set[tuple[str, int]] = set()
+    for name, leaf in roles.parameters.items():
+        if name in roles.others or not leaf.dtype.floating:
+            continue
+        pieces = leaf.pieces()
+        if pieces:
+            first = (pieces[0].array.file, pieces[0].array.offset + pieces[0].base * leaf.dtype.itemsize)
+            if first in seen:
+                continue
+            seen.add(first)
+        out.append((name, leaf.shape))
+    return out
+
+
+def _name(parameter: str | int, spelling: Spelling, numbers: Mapping[int, str]) -> str:
+    if isinstance(parameter, int):
+        name = numbers.get(parameter)
+        if name is None:
+            raise CorruptError(f"optimizer state {parameter} belongs to no parameter group")
+        return name
+    return spelling.canonical(parameter)
+
+
+def _tensors(
+    roles: Roles, numbers: Mapping[int, str]
+) -> tuple[dict[TensorId, LogicalTensor], dict[TensorId, TensorLeaf]]:
+    """Parameters and optimizer state as logical tensors; state that is no tensor stays an extra."""
+    tensors: dict[TensorId, LogicalTensor] = {}
+    leaves: dict[TensorId, TensorLeaf] = {}
+
+    def add(tensor: TensorId, leaf: TensorLeaf, own: str) -> None:
+        if tensor in leaves:
+            raise FormatError(
+                f"{tensor} is held twice: {dotted(leaves[tensor].path)} and {dotted(leaf.path)}"
+            )
+        stored = own if own != tensor.name else None
+        tensors[tensor] = LogicalTensor(tensor, leaf.shape, leaf.dtype, stored_name=stored)
+        leaves[tensor] = leaf
+
+    for name, leaf in roles.parameters.items():
+        add(TensorId(name), leaf, name if name in roles.others else str(leaf.path[-1]))
+    for entry in roles.state:
+        if entry.name == STEP:
+            continue
+        if isinstance(entry.leaf, TensorLeaf):
+            name = _name(entry.parameter, roles.spelling, numbers)
+            own = entry.parameter if isinstance(entry.parameter, str) else name
+            add(TensorId(name, entry.name), entry.leaf, own)
+        else:
+            roles.extras.append(entry.leaf)
+    return tensors, leaves
+
+
+def _steps(root: Folder, roles: Roles, numbers: Mapping[int, str]) -> dict[str, float]:
+    """Adam's counters by name; kept as tensors of one element, or as numbers."""
+    steps: dict[str, float] = {}
+    with Files(root) as files:
+        for entry in roles.state:
+            if entry.name != STEP:
+                continue
+            name = _name(entry.parameter, roles.spelling, numbers)
+            value = scalar(_small(files, entry))
+            if value is None:
+                raise CorruptError(f"{dotted(entry.leaf.path)}: the step counter is no number")
+            steps[name] = value
+    return steps
+
+
+def _small(files: Files, entry: StateEntry) -> Carried:
+    if isinstance(entry.leaf, ObjectLeaf):
+        return entry.leaf.value
+    return _read(files, entry.leaf)
+
+
+def _read(files: Files, leaf: TensorLeaf) -> Carried:
+    """The bytes of a small tensor, from whichever pieces hold it; copies must agree."""
+    pieces = leaf.pieces()
+    whole = LogicalTensor(TensorId(dotted(leaf.path)), leaf.shape, leaf.dtype)
+    Layout({whole.id: whole}, lambda _: pieces, NAMING).check(whole.id)
+    out = np.zeros(leaf.shape, leaf.dtype.numpy)
+    filled = np.zeros(leaf.shape, np.bool_)
+    for piece in pieces:
+        at = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        values = files.read(piece, piece.box)
+        if values[filled[at]].tobytes() != out[at][filled[at]].tobytes():
+            raise ReplicaError(
+                f"{whole.id}: {piece.array.holder or piece.array.file} holds another value than "
+                "the ranks before it; replicas must agree"
+            )
+        out[at], filled[at] = values, True
+    return tensor(out.tobytes(), leaf.shape, leaf.dtype)
+
+
+def _extras(root: Folder, roles: Roles) -> list[ObjectLeaf]:
+    """What is neither tensor, group nor step, tensors among it read."""
+    out: list[ObjectLeaf] = []
+    with Files(root) as files:
+        for leaf in roles.extras:
+            if isinstance(leaf, TensorLeaf):
+                leaf = ObjectLeaf(leaf.path, _read(files, leaf))
+            out.append(leaf)
+    return out
+
+
+def _group(group: Group, spelling: Spelling, numbers: Mapping[int, str]) -> ParamGroup:
+    members = tuple(_name(m, spelling, numbers) for m in group.members)
+    options = {k: plain(v) for k, v in group.options.items() if k != "param_names"}
+    return ParamGroup(options, members)
+
+
+#: Where training loops keep their step, likeliest first.
+#: Source: fixtures torchtitan_w2, lightning_fabric_w2, fsdp1_w2_getsd, wrappers/trainer_fsdp2.
+_STEPS = ("trainer_state.json.global_step", "meta.pt.global_step", "global_step", "train_state.step")
+
+
+def _iteration(
+    found: Found, shown: Mapping[str, Json], steps: Mapping[str, float]
+) -> int | None:
+    """The training step: as the loop says, else the folder's name, else the optimizer's counter."""
+    if found.iteration is not None:
+        return found.iteration
+    for path in (*_STEPS, *(p for p in shown if p.rpartition(".")[2] == "step")):
+        value = shown.get(path)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    for folder in (found.root, found.root.parent):
+        match = _NUMBER.search(folder.name)
+        if match is not None and int(match[1]) > 0 and not folder.name.startswith("tmp"):
+            return int(match[1])
+    counted = set(steps.values())
+    return int(next(iter(counted))) if len(counted) == 1 else None
+
+
+def with_extras(found: Found, more: Sequence[Leaf], files: Sequence[str]) -> Found:
+    """The same with leaves of side files."""
+    return replace(found, leaves=(*found.leaves, *more), files=(*found.files, *files))

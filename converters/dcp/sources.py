@@ -1,0 +1,155 @@
+"""The DCP folders: one store, or a model's and an optimizer's beside small files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path as Folder
+
+from reshard.checkpoint import Checkpoint
+from reshard.containers import dcp, torchfile
+from reshard.errors import CorruptError, FormatError, ReshardError
+from reshard.format import OpenOptions
+
+from .leaves import Leaf, ObjectLeaf, TensorLeaf
+from .read import Found, build
+from .stores import Store, open_store
+from .values import Carried, Path, carry
+
+NAME = "dcp"
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+META = "meta.pt"
+#: Small files that trainers keep beside their stores; read, shown and, where a target of the same
+#: kind is written, written again. Source: accelerate 1.15 checkpointing.py; transformers 5.24
+#: trainer.py; lightning 2.6 strategies/fsdp.py; fixtures.
+_SIDE = re.compile(
+    r"scheduler(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|"
+    r"custom_checkpoint_\d+\.pkl|sampler(_\d+)?\.bin|scaler\.pt|meta\.pt|trainer_state\.json|"
+    r"dl_state_dict(_\d+)?\.bin|extra\.pt"
+)
+_OWNER = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+def recognise(folder: Folder) -> str | None:
+    """Why a folder is a DCP checkpoint and not Megatron's."""
+    if (folder / "metadata.json").is_file() and (folder / dcp.METADATA).is_file():
+        try:
+            said = json.loads((folder / "metadata.json").read_text())
+        except (OSError, ValueError):
+            said = None
+        if isinstance(said, dict) and "sharded_backend" in said:
+            return None
+    if (folder / dcp.METADATA).is_file():
+        return "holds .metadata"
+    if folder.is_dir() and any(folder.glob("__*.distcp")):
+        return "holds .distcp files"  # an incomplete save, which opening refuses by name
+    for inner in (MODEL_FOLDER, OPTIMIZER_FOLDER):
+        if (folder / inner).is_dir() and any((folder / inner).glob("*.distcp")):
+            return f"holds {inner}"
+    return None
+
+
+def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
+    """Read the headers of a DCP checkpoint, and the small values in it."""
+    inner = [f for f in (MODEL_FOLDER, OPTIMIZER_FOLDER) if (folder / f).is_dir()]
+    if inner and not (folder / dcp.METADATA).exists():
+        kind, folders = "accelerate", (MODEL_FOLDER, OPTIMIZER_FOLDER)
+    else:
+        kind, folders, inner = "plain", ("", ""), [""]
+    leaves: list[Leaf] = []
+    files: list[str] = []
+    versions: set[str] = set()
+    ranks: set[int] = set()
+    for under in inner:
+        store, found = open_store(folder, under)
+        leaves += found
+        files += _files(store)
+        versions.add(store.metadata.version or "no version")
+        ranks |= _owners(store)
+    side, names = side_leaves(folder)
+    if any(leaf.path[0] == META for leaf in side):
+        kind = "lightning" if _is_lightning(side) else kind
+    elif kind == "plain" and _is_torchtitan(leaves):
+        kind = "torchtitan"
+    said = f"metadata {', '.join(sorted(versions))}" + (f", {kind}" if kind != "plain" else "")
+    return build(
+        Found(
+            root=folder,
+            format=NAME,
+            version=said,
+            kind=kind,
+            leaves=(*leaves, *side),
+            files=(*files, *names),
+            ranks=_checked_ranks(folder, ranks, options),
+            folders=folders,
+        )
+    )
+
+
+def _checked_ranks(folder: Folder, owners: set[int], options: OpenOptions) -> int | None:
+    """How many ranks wrote the files; `--from` may only repeat it or say what they do not."""
+    found = max(owners) + 1 if owners else None
+    degrees = options.given.degrees
+    if not degrees:
+        return found
+    said = 1
+    for name, n in degrees.items():
+        if name not in ("tp", "pp", "cp", "dp", "ep"):
+            raise FormatError(f"--from says {name}={n}; a DCP checkpoint has no such degree")
+        said *= n if name != "ep" else 1
+    if found is not None and "dp" in degrees and said < found:
+        raise FormatError(f"{folder}: --from says {said} ranks, but files of {found} are there")
+    return found if found is not None else said
+
+
+def _files(store: Store) -> list[str]:
+    held = {c.place.file for e in store.metadata.tensors.values() for c in e.chunks}
+    held |= {p.file for p in store.metadata.objects.values()}
+    lead = f"{store.under}/" if store.under else ""
+    return [lead + name for name in sorted(held | {dcp.METADATA})]
+
+
+def _owners(store: Store) -> set[int]:
+    return {int(m[1]) for name in _files(store) if (m := _OWNER.fullmatch(name.rpartition("/")[2]))}
+
+
+def side_leaves(folder: Folder) -> tuple[list[Leaf], list[str]]:
+    """The values of the small files beside the stores, each file one path component."""
+    leaves: list[Leaf] = []
+    names: list[str] = []
+    for path in sorted(folder.iterdir()):
+        if not _SIDE.fullmatch(path.name) or not path.is_file():
+            continue
+        leaves += [ObjectLeaf(p, v, path.name) for p, v in _side_values(path)]
+        names.append(path.name)
+    return leaves, names
+
+
+def _side_values(path: Folder) -> Iterable[tuple[Path, Carried]]:
+    if path.suffix == ".json":
+        try:
+            said = json.loads(path.read_text())
+        except ValueError as error:
+            raise CorruptError(f"{path}: is not JSON ({error})") from None
+        return [((path.name,), Carried(said))]
+    try:
+        file = torchfile.load(path)
+    except CorruptError:
+        try:  # accelerate pickles random_states without torch where it can
+            return [((path.name,), Carried(torchfile.load_pickle(path)))]
+        except ReshardError as error:
+            raise CorruptError(f"{path}: neither torch.save's nor a pickle: {error}") from None
+    return [((path.name,), carry(file, file.root))]
+
+
+def _is_lightning(side: Iterable[Leaf]) -> bool:
+    for leaf in side:
+        if leaf.path == (META,) and isinstance(leaf, ObjectLeaf) and isinstance(leaf.value.obj, dict):
+            return "pytorch-lightning_version" in leaf.value.obj
+    return False
+
+
+def _is_torchtitan(leaves: Iterable[Leaf]) -> bool:
+    """Parameters at the top level: torchtitan alone saves them so (components/checkpoint.py)."""
+    return any(isinstance(leaf, TensorLeaf) and len(leaf.path) == 1 for leaf in leaves)

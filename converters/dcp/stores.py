@@ -1,0 +1,189 @@
+"""The leaves of one torch.distributed.checkpoint folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path as Folder
+
+from reshard.box import Box
+from reshard.containers import dcp, torchfile
+from reshard.containers.dcp import Chunk, Metadata, Place, TensorEntry
+from reshard.containers.torchfile import TorchFile
+from reshard.containers.zips import Window
+from reshard.errors import CorruptError, FormatError
+from reshard.layout import Piece, StoredArray, place
+
+from .leaves import Leaf, ObjectLeaf, TensorLeaf
+from .values import Carried, Path, carry
+
+_BATCH = 256  # tensors located together
+_SMALL = 64 << 10  # bytes: blobs up to this size are read whole, equal ones parsed once
+
+
+@dataclass
+class Store:
+    """A DCP folder below the checkpoint's: finds the pieces of its tensors.
+
+    `under` is the folder relative to the checkpoint's ("" for itself).
+    """
+
+    folder: Folder
+    under: str
+    metadata: Metadata
+    _found: dict[str, Sequence[Piece]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._blobs = dcp.Blobs(self.folder)
+
+    def pieces(self, key: str) -> Sequence[Piece]:
+        """All pieces of the tensor under a key, in the order of the metadata."""
+        found = self._found.get(key)
+        return self.locate([key])[key] if found is None else found
+
+    def locate(self, keys: Iterable[str], *, keep: bool = False) -> dict[str, Sequence[Piece]]:
+        """The pieces of several tensors, their files read front to back."""
+        items = [(k, c, e.dtype) for k in keys for e in [self.metadata.tensors[k]] for c in e.chunks]
+        out: dict[str, list[Piece]] = {key: [] for key in keys}
+        for (key, chunk, _), array in zip(items, self._blobs.arrays(items), strict=True):
+            box = Box.at(chunk.offsets, chunk.sizes)
+            out[key].append(place(box, self._lifted(array)))
+        if keep:
+            self._found.update(out)
+        return dict(out)
+
+    def _lifted(self, array: StoredArray) -> StoredArray:
+        if not self.under:
+            return array
+        return replace(array, file=f"{self.under}/{array.file}", holder=f"{self.under}/{array.file}")
+
+    def finder(self, key: str) -> Callable[[], Sequence[Piece]]:
+        """What locates one tensor when asked."""
+        return lambda: self.pieces(key)
+
+
+def open_store(root: Folder, under: str) -> tuple[Store, list[Leaf]]:
+    """A DCP folder and its leaves, in the metadata's order.
+
+    Raises CorruptError for a save that is incomplete or contradicts itself.
+    """
+    folder = root / under if under else root
+    metadata = dcp.read_metadata(folder)
+    for key, entry in metadata.tensors.items():
+        _check_cover(folder, key, entry)
+    store = Store(folder, under, metadata)
+    paths = _paths(folder, metadata)
+    single = [k for k, e in metadata.tensors.items() if prod(e.shape) == 1]
+    store.locate(single, keep=True)
+    leaves: list[Leaf] = [
+        TensorLeaf(paths[key], entry.shape, entry.dtype, store.finder(key))
+        for key, entry in metadata.tensors.items()
+    ]
+    leaves += [
+        ObjectLeaf(paths[key], value) for key, value in _objects(folder, metadata.objects.items())
+    ]
+    return store, leaves
+
+
+def _check_cover(folder: Folder, key: str, entry: TensorEntry) -> None:
+    """Raises CorruptError naming the boxes of a tensor that two chunks hold.
+
+    torch never writes overlapping chunks (default_planner.py, _validate_global_plan); gaps are
+    `Layout.check`'s.
+    """
+    if sum(prod(c.sizes) for c in entry.chunks) <= prod(entry.shape):
+        return
+    boxes: list[tuple[Box, Chunk]] = []
+    for chunk in entry.chunks:
+        box = Box.at(chunk.offsets, chunk.sizes)
+        for other, holder in boxes:
+            if box & other is not None:
+                raise CorruptError(
+                    f"{folder}: {key}: chunk {box} in {chunk.place.file} overlaps chunk {other} in "
+                    f"{holder.place.file}. The checkpoint contradicts itself; save it again."
+                )
+        boxes.append((box, chunk))
+
+
+def _paths(folder: Folder, metadata: Metadata) -> dict[str, Path]:
+    """The path of every key: only planner_data gives it, as keys hold dots themselves."""
+    known = metadata.planner_data
+    keys = [*metadata.tensors, *metadata.objects]
+    if known is None:
+        return _split_paths(keys)
+    if not isinstance(known, dict):
+        raise CorruptError(f"{folder}: planner_data is {known!r:.80}, not a dict")
+    out: dict[str, Path] = {}
+    for key in keys:
+        path = known.get(key)
+        if path is None:
+            path = (key,)
+        if not isinstance(path, tuple) or not all(type(p) in (str, int) for p in path) or not path:
+            raise CorruptError(f"{folder}: planner_data of {key} is {path!r:.80}, not a path")
+        out[key] = path
+    return out
+
+
+def _split_paths(keys: Sequence[str]) -> dict[str, Path]:
+    """Paths of keys that were saved flat: an optimizer shows itself by its param_groups."""
+    prefixes = {k[: k.index("param_groups.")] for k in keys if "param_groups." in k}
+    out: dict[str, Path] = {}
+    for key in keys:
+        found = next((p for p in prefixes if key.startswith((f"{p}param_groups.", f"{p}state."))), None)
+        if not found:
+            out[key] = (key,)
+        else:
+            out[key] = (found.rstrip("."), key[len(found) :])
+    return out
+
+
+def _objects(
+    folder: Folder, objects: Iterable[tuple[str, Place]]
+) -> list[tuple[str, Carried]]:
+    """The values of object entries, in the order given; files are read front to back.
+
+    Equal blobs are parsed once: a flattened optimizer stores a dozen per parameter.
+    """
+    wanted = list(objects)
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i][1][:2])
+    found: dict[int, Carried] = {}
+    parsed: dict[bytes, Carried] = {}
+    window: Window | None = None
+    try:
+        for i in order:
+            key, spot = wanted[i]
+            if spot.transform or spot.length > _SMALL:
+                file = dcp.load_object(folder, spot, key)
+                found[i] = _carried(file, key)
+                continue
+            path = folder / spot.file
+            if window is None or window.path != path:
+                if window is not None:
+                    window.close()
+                window = Window(dcp.inside(folder, spot.file))
+            window.move(spot.offset, spot.length)
+            window.hold(0, spot.length)
+            raw = window.read(0, spot.length)
+            known = parsed.get(raw)
+            if known is None:
+                known = parsed[raw] = _parse(window, spot, key)
+            found[i] = known
+    finally:
+        if window is not None:
+            window.close()
+    return [(wanted[i][0], found[i]) for i in range(len(wanted))]
+
+
+def _parse(window: Window, spot: Place, key: str) -> Carried:
+    try:
+        return _carried(torchfile.parse(window, spot.file), key)
+    except (CorruptError, FormatError) as error:
+        raise type(error)(f"{key}: {error}") from None
+
+
+def _carried(file: TorchFile, key: str) -> Carried:
+    try:
+        return carry(file, file.root)
+    except CorruptError as error:
+        raise CorruptError(f"{key}: {error}") from None

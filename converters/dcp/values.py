@@ -1,0 +1,187 @@
+"""Small values beside tensors: carried with their bytes, shown as JSON, told apart from code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import numpy as np
+
+from reshard.checkpoint import Json
+from reshard.containers.inert import (
+    Global,
+    Ordered,
+    Record,
+    TensorRef,
+    globals_in,
+    new_tensor,
+    tensors_in,
+)
+from reshard.containers.pickler import TORCH
+from reshard.containers.torchfile import TorchFile
+from reshard.dtypes import DType
+from reshard.errors import CorruptError
+
+#: The place of a value in a nested state dict.
+Path = tuple[str | int, ...]
+
+_SMALL = 64 << 20  # bytes: what is carried is state, not a model
+#: Globals that may be written again beside torch's own: numpy arrays, as RNG states hold them.
+#: Source: fixtures accelerate_fsdp2_w2_sharded/random_states_0.pkl, verl_fsdp2_w4/extra_state.
+ALLOWED = frozenset(
+    f"{module}.{name}"
+    for module, names in (
+        ("numpy", ("ndarray", "dtype")),
+        ("numpy.core.multiarray", ("_reconstruct", "scalar")),
+        ("numpy._core.multiarray", ("_reconstruct", "scalar")),
+        ("numpy._core.numeric", ("_frombuffer",)),
+    )
+    for name in names
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """An inert object; `values` are the bytes of the storages its tensors name."""
+
+    obj: object
+    values: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def carry(file: TorchFile, obj: object) -> Carried:
+    """`obj`, found in `file`, with every tensor's bytes, its storages keyed "0", "1", ….
+
+    Raises CorruptError if they are too many to be state.
+    """
+    size = sum(prod(r.shape) * r.dtype.itemsize for r in tensors_in(obj))
+    if size > _SMALL:
+        raise CorruptError(f"{file.path}: {size:,} bytes of tensors where small state is expected")
+    values: dict[str, bytes] = {}
+
+    def take(ref: TensorRef) -> TensorRef:
+        key = str(len(values))
+        values[key] = np.ascontiguousarray(file.read(ref)).tobytes()
+        return new_tensor(ref.shape, ref.dtype, key)
+
+    return Carried(_replaced(obj, take), values)
+
+
+def tensor(data: bytes, shape: tuple[int, ...], dtype: DType) -> Carried:
+    """A tensor of these bytes."""
+    return Carried(new_tensor(shape, dtype, "0"), {"0": data})
+
+
+def tree(parts: Mapping[str, Carried]) -> Carried:
+    """A dict of carried values, their storages numbered anew."""
+    values: dict[str, bytes] = {}
+    root: dict[str, object] = {}
+    for name, part in parts.items():
+        root[name] = renamed(part, len(values), values)
+    return Carried(root, values)
+
+
+def renamed(part: Carried, first: int, values: dict[str, bytes]) -> object:
+    """The object with its storages renamed to numbers from `first` on; their bytes go to `values`."""
+    keys: dict[str, str] = {}
+
+    def number(ref: TensorRef) -> TensorRef:
+        new = keys.get(ref.key)
+        if new is None:
+            new = keys[ref.key] = str(first + len(keys))
+            values[new] = part.values[ref.key]
+        return replace(ref, key=new)
+
+    return _replaced(part.obj, number)
+
+
+def _replaced(obj: object, change: Callable[[TensorRef], object]) -> object:
+    """The same tree with every tensor changed; containers keep their types."""
+    if isinstance(obj, TensorRef):
+        return change(obj)
+    if isinstance(obj, Ordered):
+        return Ordered(((k, _replaced(v, change)) for k, v in obj.items()), obj.state)
+    if isinstance(obj, dict):
+        return {k: _replaced(v, change) for k, v in obj.items()}
+    if isinstance(obj, list):
+        return [_replaced(v, change) for v in obj]
+    if isinstance(obj, tuple):
+        return tuple(_replaced(v, change) for v in obj)
+    if isinstance(obj, Record) and tensors_in(obj):
+        made = Record(obj.type, tuple(_replaced(a, change) for a in obj.args), obj.kwargs, obj.made)
+        made.state = _replaced(obj.state, change)
+        made.items, made.pairs = obj.items, obj.pairs
+        return made
+    return obj
+
+
+def strangers(obj: object) -> list[str]:
+    """The globals in a tree that are never written again, by dotted name."""
+    return sorted({g.path for g in globals_in(obj)} - TORCH - ALLOWED)
+
+
+def scalar(part: Carried) -> float | None:
+    """A number, given as one or as a tensor of one element."""
+    value = part.obj
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, TensorRef) and prod(value.shape) == 1 and value.key in part.values:
+        array = np.frombuffer(part.values[value.key], value.dtype.numpy)
+        return float(array.astype(np.float64)[0])
+    return None
+
+
+_LONG = 64
+
+
+def plain(part: Carried) -> Json:
+    """A value as JSON shows it. Bytes, tensors and long lists are shown by a digest."""
+    return _plain(part.obj, part.values)
+
+
+def _plain(value: object, values: Mapping[str, bytes]) -> Json:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if value == value and abs(value) != float("inf") else str(value)
+        case Mapping():
+            return {str(k): _plain(v, values) for k, v in value.items()}
+        case list() | tuple() if len(value) > _LONG:
+            return f"{len(value)} values, {_digest(repr(value).encode())}"
+        case list() | tuple():
+            return [_plain(v, values) for v in value]
+        case set() | frozenset():
+            return sorted(str(_plain(v, values)) for v in value)
+        case Global():
+            return value.path
+        case TensorRef():
+            held = values.get(value.key)
+            if held is not None and prod(value.shape) == 1:
+                return scalar(Carried(value, values))
+            shown = f"tensor {list(value.shape)} {value.dtype.name}"
+            return shown if held is None else f"{shown}, {_digest(held)}"
+        case bytes() | bytearray():
+            return f"{len(value)} bytes, {_digest(bytes(value))}"
+        case Record():
+            shown = ", ".join(str(_plain(a, values)) for a in value.args)
+            state = "" if value.state is None else f", {_plain(value.state, values)}"
+            return f"{value.type.path}({shown}){state}"
+    return type(value).__name__
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def flattened(part: Carried, path: str) -> dict[str, Json]:
+    """The leaves of nested dicts by dotted path, as JSON shows them."""
+    if isinstance(part.obj, Mapping) and part.obj:
+        out: dict[str, Json] = {}
+        for key, value in part.obj.items():
+            out |= flattened(Carried(value, part.values), f"{path}.{key}" if path else str(key))
+        return out
+    return {path: plain(part)}

@@ -1,0 +1,85 @@
+"""What a DeepSpeed checkpoint holds beside tensors: what only DeepSpeed's own writers use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .cuts import Affine
+from .values import Carried
+
+Options = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One param group in the order the model declares it; options as recorded (None: not).
+
+    `expert` is the number of experts' ranks that the group is cut over (1: a dense group).
+    `states` are the optimizer's tensors by name; `whole` those kept as whole matrices (Muon).
+    `numbers` are its other states; `step_tensor` whether the step is a tensor.
+    """
+
+    options: Options | None
+    members: tuple[str, ...]
+    states: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    step_tensor: bool | None = None
+    expert: int = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model's tensors beside the optimizer's: order, buffers, frozen ones, aliases.
+
+    `order` is the module's state dict, aliases and buffers included. `kinds` gives each tensor's
+    dtype in the module. `prefix` is what the files put before every name.
+    """
+
+    order: tuple[str, ...]
+    buffers: tuple[str, ...]
+    frozen: tuple[str, ...]
+    aliases: Mapping[str, str]
+    kinds: Mapping[str, str]
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A PipelineModule: which tensors each layer's file holds (key -> name), layers in order."""
+
+    layers: Mapping[int, Mapping[str, str]]
+    stages: tuple[tuple[str, ...], ...]  # the optimizer's names by stage
+
+
+@dataclass(frozen=True)
+class Experts:
+    """DeepSpeed-MoE: experts of each MoE layer (by its module path), in the order of layers."""
+
+    counts: Mapping[str, int]  # module path -> experts
+    ep: int
+
+
+@dataclass(frozen=True)
+class Native:
+    """Everything of a native checkpoint that is not an element of a tensor."""
+
+    stage: int
+    form: str  # zero | bf16 (BF16_Optimizer) | plain | unfused | fused (ZeRO 0)
+    groups: tuple[Group, ...]
+    model: Model
+    settings: Carried  # loss scaler, overflow, clip_grad
+    top: Carried  # DeepSpeed's own other entries of the first model file
+    client: Carried  # the client's entries of the first model file
+    config: Mapping[object, object]
+    version: str
+    dp: int
+    round_robin: bool = False
+    aligned: bool = False
+    elastic: bool = False
+    pipeline: Pipeline | None = None
+    experts: Experts | None = None
+    affine: Mapping[str, Affine] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()  # client entries that may not be written again
+    wrapper: object = None

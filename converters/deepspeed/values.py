@@ -1,0 +1,181 @@
+"""Values of unpickled files, made plain, checked, or carried with their tensors' bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import numpy as np
+
+from reshard.checkpoint import Json
+from reshard.containers.inert import (
+    Global,
+    Ordered,
+    Record,
+    TensorRef,
+    globals_in,
+    new_tensor,
+    tensors_in,
+)
+from reshard.containers.torchfile import TorchFile
+from reshard.errors import CorruptError
+
+_SMALL = 64 << 20  # bytes: what is carried is state, not a model
+
+#: Globals that may stand in a file we write, beside torch's own. Everything DeepSpeed's loaders
+#: need, and the types its users' client state is made of. Source: formats/deepspeed.md, part d;
+#: scan of fixtures/deepspeed @ 0.19.8.
+ALLOWED = frozenset(
+    {
+        "argparse.Namespace",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.ndarray",
+        "numpy.dtype",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
+)
+
+#: Names that values of torch itself bring along and that the writer of archives always allows.
+_TORCH = ("torch.", "collections.OrderedDict", "_codecs.encode", "builtins.", "__builtin__.")
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """An inert object; `values` are the bytes of the storages its tensors name."""
+
+    obj: object
+    values: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def carry(file: TorchFile, obj: object, prefix: str) -> Carried:
+    """`obj`, found in `file`, with every tensor's bytes under keys that start with `prefix`.
+
+    Raises CorruptError if they are too many to be state.
+    """
+    size = sum(prod(r.shape) * r.dtype.itemsize for r in tensors_in(obj))
+    if size > _SMALL:
+        raise CorruptError(f"{file.path}: {size:,} bytes of tensors where small state is expected")
+    values: dict[str, bytes] = {}
+
+    def take(ref: TensorRef) -> TensorRef:
+        key = f"{prefix}{len(values)}"
+        values[key] = np.ascontiguousarray(file.read(ref)).tobytes()
+        return new_tensor(ref.shape, ref.dtype, key)
+
+    return Carried(replaced(obj, take), values)
+
+
+def replaced(obj: object, change: Callable[[TensorRef], object]) -> object:
+    """The same tree with every tensor changed; containers keep their types."""
+    if isinstance(obj, TensorRef):
+        return change(obj)
+    if isinstance(obj, Ordered):
+        return Ordered(((k, replaced(v, change)) for k, v in obj.items()), obj.state)
+    if isinstance(obj, dict):
+        return {k: replaced(v, change) for k, v in obj.items()}
+    if isinstance(obj, list):
+        return [replaced(v, change) for v in obj]
+    if isinstance(obj, tuple):
+        return tuple(replaced(v, change) for v in obj)
+    if isinstance(obj, Record) and tensors_in(obj):
+        made = Record(obj.type, tuple(replaced(a, change) for a in obj.args), obj.kwargs, obj.made)
+        made.state = replaced(obj.state, change)
+        made.items, made.pairs = obj.items, obj.pairs
+        return made
+    return obj
+
+
+def renamed(carried: Carried, prefix: str) -> Carried:
+    """The same with other storage keys, so that several can lie in one file."""
+    keys = {k: f"{prefix}{i}" for i, k in enumerate(carried.values)}
+    obj = replaced(carried.obj, lambda ref: replace(ref, key=keys[ref.key]))
+    return Carried(obj, {keys[k]: v for k, v in carried.values.items()})
+
+
+def strange_names(obj: object) -> list[str]:
+    """The globals in a tree that may not be written again, sorted."""
+    return sorted(
+        g.path
+        for g in globals_in(obj)
+        if g.path not in ALLOWED and not g.path.startswith(_TORCH)
+    )
+
+
+def plain(value: object) -> Json:
+    """A value as JSON shows it; what is not JSON is named, not copied."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    if isinstance(value, Global):
+        return value.path
+    if isinstance(value, Record):
+        inside = {**{str(i): plain(a) for i, a in enumerate(value.args)}, **_fields(value)}
+        return inside or value.type.name
+    if isinstance(value, TensorRef):
+        return f"tensor {list(value.shape)} {value.dtype.name}"
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes"
+    return type(value).__name__
+
+
+def _fields(value: Record) -> dict[str, Json]:
+    return {str(k): plain(v) for k, v in value.fields.items()}
+
+
+def mapping(value: object, where: str) -> Mapping[object, object]:
+    """A dict, or a CorruptError saying where one is missing."""
+    if isinstance(value, Mapping):
+        return value
+    raise CorruptError(f"{where}: a dict is expected, found {_shown(value)}")
+
+
+def sequence(value: object, where: str) -> Sequence[object]:
+    """A list or tuple, or a CorruptError saying where one is missing."""
+    if isinstance(value, (list, tuple)):
+        return value
+    raise CorruptError(f"{where}: a list is expected, found {_shown(value)}")
+
+
+def whole(value: object, where: str) -> int:
+    """A non-negative integer, also one inside an enum's record (ZeroStageEnum(2))."""
+    if isinstance(value, Record) and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise CorruptError(f"{where}: a number is expected, found {_shown(value)}")
+
+
+def shape_of(value: object, where: str) -> tuple[int, ...]:
+    """A tensor's shape, kept as a torch.Size or (MoE files) as a plain tuple."""
+    return tuple(whole(n, where) for n in sequence(value, where))
+
+
+def number(file: TorchFile, value: object) -> float | None:
+    """A number, given as one or as a tensor of one element; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, TensorRef) and prod(value.shape) == 1:
+        return float(file.read(value).reshape(-1)[0])
+    return None
+
+
+def texts(value: object) -> Iterator[str]:
+    """The strings of a list; nothing for None."""
+    if isinstance(value, (list, tuple)):
+        yield from (v for v in value if isinstance(v, str))
+
+
+def _shown(value: object) -> str:
+    return f"{plain(value)!r:.80}"

@@ -1,0 +1,54 @@
+"""Hugging Face model folders: safetensors and pytorch_model.bin, whole or in shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import UsageError
+from reshard.format import Declaration, OpenOptions, WriteOptions
+from reshard.topology import Target
+
+#: TARGET variant -> the dialect that is written.
+VARIANTS = {None: "hf", "fused": "hf_fused"}
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A model as from_pretrained and the inference engines read it."""
+
+    name: str = "hf"
+    summary: str = "model.safetensors or pytorch_model.bin, with config.json"
+    writes: bool = True
+
+    def recognise(self, folder: Path) -> str | None:
+        """Why a folder is one."""
+        from .folder import recognise
+
+        return recognise(folder)
+
+    def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
+        """A model folder is no run folder."""
+        return None
+
+    def dialect(self, target: Target) -> str:
+        """Whose names are written: the hub's, or (`hf.fused`) transformers' in memory."""
+        if target.variant not in VARIANTS:
+            raise UsageError(f"hf.{target.variant}: the one variant of hf is hf.fused")
+        return VARIANTS[target.variant]
+
+    def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
+        """Read headers."""
+        from .read import open_folder
+
+        return open_folder(folder, options)
+
+    def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
+        """Lay out a target."""
+        from .write import declare_folder
+
+        return declare_folder(source, target, options)
+
+
+FORMATS = (HuggingFace(),)

@@ -1,0 +1,167 @@
+"""Which files of a model folder hold its weights, checked against the index, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.checkpoint import Json
+from reshard.errors import CorruptError, FormatError, UnsafeError
+
+SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_SHARD = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+#: Quantisations whose tensors are passed through or dequantised; any other is refused by name.
+READ_QUANTISED = ("fp8", "mxfp4")
+_LARGEST_JSON = 256 << 20  # bytes; an index of 10^6 tensors is about 100 MB
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The files that hold a model's weights, and where the index says each tensor is."""
+
+    files: tuple[str, ...]
+    safe: bool  # safetensors, else torch.save
+    where: Mapping[str, str] | None  # tensor -> file; None: a single file, which has no index
+    problems: tuple[str, ...] = ()
+
+
+def recognise(folder: Path) -> str | None:
+    """Why a folder is a model folder: a weight file or index under one of the standard names."""
+    for name in (SAFE, SAFE_INDEX, TORCH, TORCH_INDEX):
+        if (folder / name).is_file():
+            return f"holds {name}"
+    if not (folder / "config.json").is_file() and not (folder / _ADAPTERS[0]).is_file():
+        return None
+    found = next((n for n in _ADAPTERS if (folder / n).is_file()), None)
+    if found is not None:
+        return f"holds {found}"
+    shards = sorted(p.name for p in folder.iterdir() if _SHARD.fullmatch(p.name))
+    return f"holds config.json and {shards[0]}" if shards else None
+
+
+def weights(folder: Path) -> Weights:
+    """The weight files of a folder, as transformers would choose them.
+
+    Raises FormatError for a folder of adapters, or with two complete sets; CorruptError for an
+    index that names what is not there; UnsafeError for one that leaves the folder.
+    """
+    there = [n for n in (SAFE, SAFE_INDEX, TORCH, TORCH_INDEX) if (folder / n).is_file()]
+    if not there:
+        _refuse_without_weights(folder)
+    for pair in ((SAFE, SAFE_INDEX), (TORCH, TORCH_INDEX)):
+        if all(n in there for n in pair):
+            raise FormatError(
+                f"{folder} holds both {pair[0]} and {pair[1]}: two models, of which loaders take "
+                "the first without a word. Remove the stale one."
+            )
+    chosen = there[0]
+    problems = _beside(folder, chosen, there)
+    safe = chosen in (SAFE, SAFE_INDEX)
+    if chosen in (SAFE, TORCH):
+        return Weights((chosen,), safe, None, problems)
+    where = _index(folder, chosen, "safetensors" if safe else "bin")
+    return Weights(tuple(sorted(set(where.values()))), safe, where, problems)
+
+
+def _refuse_without_weights(folder: Path) -> None:
+    if any((folder / n).is_file() for n in _ADAPTERS):
+        raise FormatError(
+            f"{folder} holds a LoRA adapter and no model. Merge it into its base model "
+            "(peft: merge_and_unload, save_pretrained) and give that folder."
+        )
+    raise CorruptError(
+        f"{folder} holds shards and neither {SAFE_INDEX} nor {TORCH_INDEX}, which names the shard "
+        "of every tensor. Copy it again."
+    )
+
+
+def _beside(folder: Path, chosen: str, there: list[str]) -> tuple[str, ...]:
+    out = [f"{n} is there too and is not read" for n in there if n != chosen]
+    if any((folder / n).is_file() for n in _ADAPTERS[1:]):
+        raise FormatError(
+            f"{folder} holds a model and an adapter; transformers would add the adapter on "
+            "loading. Merge it, or move it elsewhere."
+        )
+    return tuple(out)
+
+
+def _index(folder: Path, name: str, suffix: str) -> dict[str, str]:
+    table = read_json(folder / name)
+    where = table.get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise CorruptError(f"{folder / name}: no weight_map in it")
+    out: dict[str, str] = {}
+    for tensor, file in where.items():
+        if not isinstance(file, str):
+            raise CorruptError(f"{folder / name}: the file of {tensor} is {file!r}, not a name")
+        if "/" in file or "\\" in file or file in ("", ".", ".."):
+            raise UnsafeError(
+                f"{folder / name}: {tensor} is said to lie in {file!r}, outside the folder"
+            )
+        if not file.endswith(suffix):
+            raise CorruptError(f"{folder / name}: {tensor} is said to lie in {file}, no .{suffix}")
+        out[tensor] = file
+    for file in sorted(set(out.values())):
+        if not (folder / file).is_file():
+            raise CorruptError(
+                f"{folder / name} names {file}, which is not there. A shard is missing: copy it."
+            )
+    return out
+
+
+def read_json(path: Path) -> dict[str, Json]:
+    """A JSON object from a file. Raises CorruptError for anything else."""
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise CorruptError(f"{path}: {path.stat().st_size} bytes are too many for JSON")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CorruptError(f"{path}: not a JSON object")
+    return found
+
+
+def quantisation(config: Mapping[str, Json]) -> Mapping[str, Json] | None:
+    """The config's quantization_config, if any.
+
+    Raises FormatError for a method whose tensors are not understood here.
+    """
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return None
+    method = found.get("quant_method")
+    if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+        method = "bitsandbytes"
+    if method not in READ_QUANTISED:
+        raise FormatError(
+            f"the model is quantised with {method}, which is not read: its packed weights cannot "
+            f"be cut, renamed or checked. Read are {', '.join(READ_QUANTISED)} and plain weights; "
+            "give the unquantised model."
+        )
+    return found
+
+
+_PACKED = (
+    (re.compile(r".*\.(?:qweight|qzeros|g_idx)"), "GPTQ or AWQ"),
+    (re.compile(r".*\.weight\.(?:absmax|quant_map|nested_absmax|quant_state.*)|.*\.SCB"),
+     "bitsandbytes"),
+    (re.compile(r".*\.weight_(?:packed|shape|zero_point)"), "compressed-tensors"),
+    (re.compile(r".*\.lora_[AB]\..*"), "LoRA"),
+)  # fmt: skip
+
+
+def refuse_packed(names: Mapping[str, object], folder: Path) -> None:
+    """Raises FormatError for tensors of a quantisation or adapter, whatever the config says."""
+    for name in names:
+        for pattern, what in _PACKED:
+            if pattern.fullmatch(name):
+                raise FormatError(
+                    f"{folder}: {name} is a tensor of {what}, which is not read. Give the plain "
+                    "model (merged, unquantised)."
+                )

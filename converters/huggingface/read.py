@@ -1,0 +1,117 @@
+"""Reads a model folder: every tensor where its file says, quantised ones as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from reshard.checkpoint import Checkpoint, Json
+from reshard.containers import safetensors, torchfile
+from reshard.containers.torchfile import TensorRef
+from reshard.errors import CorruptError, FormatError
+from reshard.format import OpenOptions
+from reshard.layout import Layout, Piece, place
+from reshard.box import Box
+from reshard.tensor import LogicalTensor, TensorId
+from reshard.topology import Topology
+
+from .folder import Weights, quantisation, read_json, refuse_packed, weights
+from .quantised import dequantised, is_quantised
+
+NAME = "hf"
+
+
+def open_folder(folder: Path, options: OpenOptions) -> Checkpoint:
+    """Read a model folder's headers.
+
+    Raises FormatError for what is refused by name, CorruptError for an index and files that
+    contradict each other.
+    """
+    given = options.given.degrees
+    if given:
+        raise FormatError(f"--from: a model folder has no topology, and {dict(given)} is given")
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    scheme = quantisation(config)
+    found = weights(folder)
+    pieces = _safe(folder, found) if found.safe else _torch(folder, found)
+    refuse_packed(pieces, folder)
+    tensors = {
+        TensorId(name): LogicalTensor(TensorId(name), piece.box.shape, piece.array.dtype)
+        for name, piece in pieces.items()
+    }
+    index = "one file" if found.where is None else f"{len(found.files)} shards"
+    checkpoint = Checkpoint(
+        path=folder,
+        format=NAME,
+        version=f"{'safetensors' if found.safe else 'pytorch_model.bin'}, {index}",
+        topology=Topology(),
+        layout=Layout(tensors, _one(pieces), "torch"),
+        files=found.files,
+        extras=_extras(config),
+        problems=found.problems,
+    )
+    if not is_quantised(tensors):
+        return checkpoint
+    return replace(
+        checkpoint, quantised=lambda dtype: dequantised(checkpoint, pieces, scheme, dtype)
+    )
+
+
+def _extras(config: Mapping[str, Json]) -> dict[str, Json]:
+    return {"config": config} if config else {}
+
+
+def _one(pieces: Mapping[str, Piece]) -> Callable[[TensorId], Sequence[Piece]]:
+    return lambda tensor: [pieces[tensor.name]]
+
+
+def _safe(folder: Path, found: Weights) -> dict[str, Piece]:
+    def held() -> Iterable[tuple[str, str, Piece]]:
+        for file in found.files:
+            for name, array in safetensors.read_header(folder, file).arrays.items():
+                yield file, name, place(Box.whole(array.shape), array)
+
+    return _gathered(folder, found, held())
+
+
+def _torch(folder: Path, found: Weights) -> dict[str, Piece]:
+    def held() -> Iterable[tuple[str, str, Piece]]:
+        for file in found.files:
+            read = torchfile.load(folder / file, file)
+            if not isinstance(read.root, Mapping):
+                raise CorruptError(f"{folder / file}: no table of tensors in it")
+            for name, ref in read.root.items():
+                if not isinstance(name, str) or not isinstance(ref, TensorRef):
+                    raise CorruptError(f"{folder / file}: {name!r} is no tensor")
+                array, base, strides = read.strided(ref, name)
+                yield file, name, Piece(Box.whole(ref.shape), array, base, strides)
+
+    return _gathered(folder, found, held())
+
+
+def _gathered(
+    folder: Path, found: Weights, held: Iterable[tuple[str, str, Piece]]
+) -> dict[str, Piece]:
+    """Every tensor once, where the index says it is."""
+    out: dict[str, Piece] = {}
+    for file, name, piece in held:
+        said = file if found.where is None else found.where.get(name)
+        if said is None:
+            raise CorruptError(
+                f"{folder / file} holds {name}, which the index does not name: the files are of "
+                "two saves. Copy the folder again."
+            )
+        if name in out:
+            raise CorruptError(f"{folder}: {name} lies in {out[name].array.file} and in {file}")
+        if said != file:
+            raise CorruptError(f"{folder / file} holds {name}; the index says it lies in {said}")
+        out[name] = piece
+    ghosts = [n for n in found.where or () if n not in out]
+    if ghosts:
+        raise CorruptError(
+            f"{folder}: the index names {ghosts[0]}"
+            + (f" and {len(ghosts) - 1} more" if len(ghosts) > 1 else "")
+            + ", which no file holds. A loader would fail, or leave it to chance."
+        )
+    return out

@@ -1,0 +1,166 @@
+"""safetensors files: a strict reader of headers, and files laid out before a byte is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from reshard.dtypes import DType, of_safetensors
+from reshard.errors import CorruptError, FormatError
+from reshard.layout import Draft, StoredArray
+
+#: A header longer than this is refused, as the safetensors library does.
+LONGEST_HEADER = 100_000_000
+#: The library's order of element types in a file: the widest first.
+#: Source: safetensors 24b0b28 src/tensor.rs Dtype, sorted descending by prepare().
+_RANK = (
+    "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file holds: arrays by name in the order of their bytes, and its metadata."""
+
+    arrays: Mapping[str, StoredArray]
+    metadata: Mapping[str, str]
+
+
+def read_header(folder: Path, name: str) -> Header:
+    """The header of one file.
+
+    Raises CorruptError unless the arrays tile the file from the header to its end: no hole, no
+    overlap, no byte behind them; and for a name that stands twice, which the library lets pass.
+    Source: safetensors 24b0b28 src/tensor.rs validate(); formats/hf.md.
+    """
+    path = folder / name
+    try:
+        size = os.stat(path).st_size
+        with open(path, "rb") as file:
+            start, raw = _raw_header(file.read(8), size, path, file.read)
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be read: {error}") from error
+    table = _json(raw, path)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CorruptError(f"{path}: __metadata__ is not a table of strings")
+    arrays = {key: _array(name, key, row, start, path) for key, row in table.items()}
+    ordered = dict(sorted(arrays.items(), key=lambda i: (i[1].offset, i[1].nbytes)))
+    _check_tiling(ordered, start, size, path)
+    return Header(ordered, metadata)
+
+
+def _raw_header(first: bytes, size: int, path: Path, read: object) -> tuple[int, bytes]:
+    if len(first) < 8:
+        raise CorruptError(f"{path}: {size} bytes, too short for a safetensors file")
+    n = int.from_bytes(first, "little")
+    if n > LONGEST_HEADER:
+        raise CorruptError(f"{path}: a header of {n} bytes is announced; at most {LONGEST_HEADER}")
+    if 8 + n > size:
+        raise CorruptError(f"{path}: cut short: the header ends at {8 + n}, the file at {size}")
+    assert callable(read)
+    return 8 + n, read(n)
+
+
+def _json(raw: bytes, path: Path) -> dict[str, object]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            names = [k for k, _ in pairs]
+            twice = next(k for k in names if names.count(k) > 1)
+            raise CorruptError(f"{path}: {twice!r} stands twice in the header")
+        return table
+
+    try:
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise CorruptError(f"{path}: the header is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CorruptError(f"{path}: the header is not a JSON object")
+    return found
+
+
+def _array(file: str, key: str, row: object, start: int, path: Path) -> StoredArray:
+    if not isinstance(row, dict):
+        raise CorruptError(f"{path}: {key}: its entry is not a JSON object")
+    code, shape, span = row.get("dtype"), row.get("shape"), row.get("data_offsets")
+    if not isinstance(code, str) or not _sizes(shape) or not _sizes(span) or len(span) != 2:
+        raise CorruptError(f"{path}: {key}: dtype, shape or data_offsets are missing or malformed")
+    try:
+        dtype = of_safetensors(code)
+    except FormatError as error:
+        raise FormatError(f"{path}: {key}: {error}") from error
+    dims = tuple(shape)
+    if span[1] - span[0] != prod(dims) * dtype.itemsize:
+        raise CorruptError(
+            f"{path}: {key}: {span[1] - span[0]} bytes for shape {list(dims)} of {code}"
+        )
+    return StoredArray(file, start + span[0], dims, dtype, key)
+
+
+def _sizes(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    )
+
+
+def _check_tiling(arrays: Mapping[str, StoredArray], start: int, size: int, path: Path) -> None:
+    at = start
+    for key, array in arrays.items():
+        if array.offset != at:
+            kind = "overlaps what is before it" if array.offset < at else "leaves a hole before it"
+            raise CorruptError(f"{path}: {key} {kind}: it begins at {array.offset}, not at {at}")
+        at += array.nbytes
+    if at != size:
+        what = f"{size - at} bytes behind the last tensor" if at < size else "cut short"
+        raise CorruptError(f"{path}: {what}: the tensors end at {at}, the file at {size}")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def draft(name: str, items: Sequence[Item]) -> Draft:
+    """A file with these tensors, in the library's own order: the widest type first, then by name.
+
+    One metadata key, as transformers writes it: with several the library's bytes differ from run
+    to run. Raises FormatError for an element type that safetensors has no code for.
+    """
+    ordered = sorted(items, key=lambda i: (-_rank(i.dtype, i.name), i.name.encode()))
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for item in ordered:
+        span = [at, at + item.nbytes]
+        table[item.name] = {
+            "dtype": item.dtype.safetensors, "shape": list(item.shape), "data_offsets": span
+        }  # fmt: skip
+        at = span[1]
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    arrays, offset = [], start
+    for item in ordered:
+        arrays.append(StoredArray(name, offset, item.shape, item.dtype, item.name))
+        offset += item.nbytes
+    return Draft(name, offset, [(0, len(text).to_bytes(8, "little") + text)], arrays)
+
+
+def _rank(dtype: DType, name: str) -> int:
+    if dtype.safetensors is None:
+        raise FormatError(f"{name}: safetensors has no element type {dtype.name}")
+    return _RANK.index(dtype.safetensors)

@@ -1,0 +1,147 @@
+"""Which model family a checkpoint is of, and its config: from config.json, args, or --schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Checkpoint, Json
+from reshard.errors import CoverageError, FormatError, UsageError
+from reshard.expression import Value, evaluate
+from reshard.schema import Family, Scope, dialects, families, parse_family
+
+#: Where a checkpoint's extras hold the model's config.json, and a trainer's arguments.
+CONFIG, ARGS = "config", "args."
+
+
+@dataclass(frozen=True)
+class Known:
+    """A family, and the config of one model of it."""
+
+    family: Family
+    config: Mapping[str, Value]
+    made: bool = False  # the config was made from the trainer's arguments
+
+    def scope(self) -> Scope:
+        """What the family's expressions are worth for this model."""
+        return Scope(self.family, self.config)
+
+    def extras(self, dialect: str, scope: Scope) -> dict[str, Json]:
+        """What a target in this dialect needs to be told: the config, the trainer's arguments."""
+        out: dict[str, Json] = {CONFIG: self.config}
+        asked = {**dialects()[dialect].args, **self.family.args} if dialects()[dialect].args else {}
+        for name, text in asked.items():
+            value = _worth(text, scope)
+            if value is not None:
+                out[ARGS + name] = value
+        return out
+
+
+def _worth(text: object, scope: Scope) -> Value:
+    """An argument's value: an expression, or one per layer (folded if all are alike and true)."""
+    if isinstance(text, str):
+        return scope.value(text)
+    if isinstance(text, Mapping) and set(text) == {"per_layer"}:
+        layers = range(scope.count("L", "layers"))
+        found = [int(bool(scope.at({"l": i}).value(text["per_layer"]))) for i in layers]
+        return 1 if all(found) else list(found) if any(found) else None
+    if isinstance(text, bool | int | float | None):
+        return text
+    raise FormatError(f"{scope.family.name}: args: {text!r} is neither expression nor per_layer")
+
+
+def read_config(folder: str | Path) -> dict[str, Json]:
+    """The config.json of a folder. Raises UsageError if there is none, or it is no JSON object."""
+    path = Path(folder)
+    path = path if path.name.endswith(".json") else path / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: no config.json can be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} holds no JSON object")
+    return found
+
+
+def named(schema: str) -> Family:
+    """The family of this name, or in this file. Raises UsageError naming those that exist."""
+    found = families().get(schema)
+    if found is not None:
+        return found
+    path = Path(schema)
+    if schema.endswith(".toml") or path.is_file():
+        try:
+            return parse_family(path.read_text(encoding="utf-8"), schema)
+        except OSError as error:
+            raise UsageError(f"--schema {schema}: {error}") from error
+    raise UsageError(f"--schema {schema}: no such family or file; known: {', '.join(families())}")
+
+
+def recognised(
+    checkpoint: Checkpoint, *, schema: str | None = None, config: str | None = None
+) -> Known | None:
+    """The family and config of a checkpoint; None if nothing says what model it is.
+
+    --config comes first, then the checkpoint's own config.json, then its trainer's arguments.
+    """
+    listed = [named(schema)] if schema is not None else list(families().values())
+    own = read_config(config) if config is not None else checkpoint.extras.get(CONFIG)
+    if isinstance(own, Mapping):
+        return of_config(own, listed, sure=schema is not None)
+    args = {k.removeprefix(ARGS): v for k, v in checkpoint.extras.items() if k.startswith(ARGS)}
+    return of_args(args, listed) if args else None
+
+
+def of_config(
+    config: Mapping[str, Json], listed: Sequence[Family], *, sure: bool = False
+) -> Known | None:
+    """The family whose model_type a config names; `sure`: the only one listed, whatever it names."""
+    kind = config.get("model_type")
+    for family in listed:
+        if kind in family.types or sure:
+            return Known(family, config)
+    return None
+
+
+def of_args(args: Mapping[str, Json], listed: Sequence[Family]) -> Known | None:
+    """The family that a trainer's arguments describe, with a config made from them.
+
+    Raises CoverageError if more than one family fits.
+    """
+    lookup: Callable[[str], Value] = args.get
+    fits = [
+        (family, kind)
+        for family in listed
+        for kind, row in family.types.items()
+        if row.when is not None and evaluate(row.when, lookup)
+    ]
+    if not fits:
+        return None
+    if len(fits) > 1:
+        raise CoverageError(
+            f"the arguments fit {', '.join(k for _, k in fits)}; say which with --schema NAME, or "
+            "give the model's config with --config DIR"
+        )
+    family, kind = fits[0]
+    made = _config(family.config, lookup)
+    made["model_type"] = kind
+    made["architectures"] = [family.types[kind].architecture]
+    return Known(family, made, made=True)
+
+
+def _config(table: Mapping[str, Any], lookup: Callable[[str], Value]) -> dict[str, Value]:
+    out: dict[str, Value] = {}
+    for key, text in table.items():
+        value: Value
+        if isinstance(text, str):
+            value = evaluate(text, lookup)
+        elif isinstance(text, Mapping):
+            value = _config(text, lookup) or None
+        else:
+            value = text
+        if value is not None:
+            out[key] = value
+    return out

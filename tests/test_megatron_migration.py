@@ -1,0 +1,80 @@
+"""Optimizer forms of old megatron-core, which today's cannot read: equal to the live run's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reshard
+from reshard.containers import dcp
+from test_megatron_dist import stacked, truth_of
+
+Unpack = Callable[[str], Path]
+Values = np.ndarray[Any, Any]
+
+G = "megatron/g-v012-fsms-tp2pp2dp2"
+_KEYS = {"master": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def stored(folder: Path, metadata: dcp.Metadata, key: str) -> Values:
+    """A whole tensor of a torch_dist folder in the shape it is stored in."""
+    entry = metadata.tensors[key]
+    out = np.zeros(entry.shape, entry.dtype.numpy)
+    for chunk in entry.chunks:
+        place = dcp.chunk_array(folder, key, chunk, entry.dtype)
+        with (folder / place.file).open("rb") as file:
+            file.seek(place.offset)
+            raw = file.read(place.nbytes)
+        at = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        out[at] = np.frombuffer(raw, entry.dtype.numpy).reshape(chunk.sizes)
+    return out
+
+
+def unflattened(flat: Values, shape: tuple[int, ...]) -> Values:
+    """Core's own rule backwards: [X/x, Y/y, x*y] shard by shard into [X, Y]."""
+    grid = flat.shape[:-1]
+    out = np.zeros(shape, flat.dtype)
+    size = tuple(n // g for n, g in zip(shape, grid, strict=True))
+    for at in np.ndindex(*grid):
+        box = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, size, strict=True))
+        out[box] = flat[at].reshape(size)
+    return out
+
+
+def test_flattened_shards_unflatten(unpacked: Unpack) -> None:
+    """fully_sharded_model_space of core 0.12.3: every slot, and masters that are the weights."""
+    folder = unpacked(G) / "dist" / "iter_0000003"
+    metadata = dcp.read_metadata(folder)
+    opened = reshard.open(folder)
+    seen = 0
+    for (own, slot), logical in opened.tensors.items():
+        if slot == "param":
+            continue
+        key, index = stacked(own, {(k, slot): None for k in metadata.tensors}, slot)
+        flat = stored(folder, metadata, f"optimizer.state.{_KEYS[slot]}.{key}")
+        assert len(flat.shape) == len(metadata.tensors[key].shape) + 1
+        whole = unflattened(flat, metadata.tensors[key].shape)[index]
+        expected = whole[tuple(slice(0, n) for n in logical.shape)]
+        got = opened[own, slot][...]
+        assert got.tobytes() == np.ascontiguousarray(expected).tobytes(), (own, slot)
+        if slot == "master":
+            assert got.astype(opened[own].dtype).tobytes() == opened[own][...].tobytes()
+        seen += 1
+    assert seen == 153
+    assert set(opened.steps.values()) == {3.0}
+
+
+@pytest.mark.parametrize("to", ["tp1pp1", "tp2pp4", "tp4pp2vpp2"])
+def test_flattened_shards_convert(unpacked: Unpack, tmp_path: Path, to: str) -> None:
+    """Into today's form, whole: Megatron itself needs a training job of core 0.15 for it."""
+    source = unpacked(G) / "dist"
+    report = reshard.convert(source, tmp_path / "out", to)
+    assert report["verified"]["tensors"] == report["verified"]["of"] == 204
+    assert reshard.diff(source, tmp_path / "out")["differences"] == []
+    made = dcp.read_metadata(tmp_path / "out" / "iter_0000003")
+    for key, entry in made.tensors.items():
+        if key.startswith("optimizer.state."):
+            assert entry.shape == made.tensors[key.split(".", 3)[3]].shape

@@ -1,0 +1,118 @@
+"""The framework decides: megatron-core loads what we wrote, with the optimizer, and trains on.
+
+Bound: losses, gradient norms and states after the steps lie within twice the distance at which
+Megatron's own reload of the same state at that topology ends (reduction order; measured in the
+same run). One process imports Megatron once for all cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reshard
+from peers import MegatronCase, judge
+
+Unpack = Callable[[str], Path]
+
+#: name -> (fixture, TARGET, the topology as the judge wants it, more fields of the case)
+CASES: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
+    "llama tp2pp2 to tp1": ("h-llama-tp2pp2", "tp1pp1", {}, {}),
+    "llama to vpp": ("h-llama-tp2pp2", "tp2pp2vpp2", {"tp": 2, "pp": 2, "vpp": 2}, {}),
+    "distributed to pp2": ("h-llama-tp2pp1dp2-fr", "pp2tp1", {"pp": 2}, {}),
+    "dp_reshardable to pp2": (
+        "h-llama-tp2pp1dp2-dpr",
+        "tp1pp2",
+        {"pp": 2},
+        {"native": "h-llama-tp2pp1dp2-fr"},  # Megatron itself refuses the dp_reshardable one
+    ),
+    "uneven 1-3 to 3-1": (
+        "h-llama-uneven-pp2",
+        "tp2pp2,split=3-1",
+        {"tp": 2, "pp": 2, "first_stage": 3, "last_stage": 1},
+        {},
+    ),
+    "mla to tp1pp2": ("h-mla-tp2", "tp1pp2", {"pp": 2}, {}),
+    "mtp to tp2": ("h-mtp-pp2", "tp2pp1", {"tp": 2}, {}),
+    "moe to ep4": ("h-moe-pp2ep2", "ep4pp1", {"ep": 4}, {}),
+    # Megatron itself cannot load an EP > 1 optimizer at EP 1 (KeyError 'pre_wd_mult'), nor a
+    # dp_reshardable one elsewhere: the floor is what it makes of the same model from EP 2 to EP 4
+    "moe to ep1": ("h-moe-pp2ep2", "ep1pp1", {}, {"floor": ("h-moe-pp2ep2", {"pp": 1, "ep": 4})}),
+    "moe dp_reshardable ep2 to ep1": (
+        "made-moe-pp2ep2-dpr",
+        "ep1pp1",
+        {},
+        {"floor": ("h-moe-pp2ep2", {"pp": 1, "ep": 4})},
+    ),
+    "moe dp_reshardable ep1 to ep4": (
+        "made-moe-pp2ep1-dpr",
+        "ep4pp1",
+        {"ep": 4},
+        {"floor": ("h-moe-pp2ep2", {"pp": 1, "ep": 4})},
+    ),
+    "tied to tp2": (
+        "made-gpt-tied-pp2dp2-dpr",
+        "tp2pp1",
+        {"tp": 2},
+        {"floor": ("h-llama-tp2pp2", {"tp": 1, "pp": 1})},
+    ),
+}
+SPOILED = ("step", "decay", "beta", "moment", "lr")
+
+
+@pytest.fixture(scope="module")
+def verdicts(
+    unpacked: Unpack, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What megatron-core says of every case, and of one with each part of its state spoilt."""
+    root = tmp_path_factory.mktemp("peers")
+    cases = []
+    for i, (name, (fixture, to, degrees, more)) in enumerate(CASES.items()):
+        source = unpacked(f"megatron/{fixture}")
+        out = root / f"case-{i}"
+        reshard.convert(source / "dist", out, to)
+        fields: dict[str, Any] = {
+            "native": unpacked(f"megatron/{more.get('native', fixture)}") / "dist"
+        }
+        if "floor" in more:
+            floor, at = more["floor"]
+            fields |= {
+                "floor_native": unpacked(f"megatron/{floor}") / "dist",
+                "floor_at": tuple(at.items()),
+            }
+        cases.append(MegatronCase(name=name, checkpoint=out, truth=source, **degrees, **fields))
+    # tp stays, so the floor is next to nothing and half a weight decay shows within four steps
+    first = cases[1]
+    for part in SPOILED:
+        fields = {f: getattr(first, f) for f in ("checkpoint", "truth", "native", "tp", "pp", "vpp")}
+        cases.append(MegatronCase(name=f"spoilt {part}", spoil=part, **fields))
+    return {r["name"]: r for r in judge(cases, root / "judge")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_megatron_loads_and_trains_on(verdicts: dict[str, dict[str, Any]], name: str) -> None:
+    found = verdicts[name]
+    assert found["error"] is None, found["error"]
+    assert found["different"] == []
+    assert found["unrounded"] == []
+    assert found["adam_steps"] == [3]
+    beyond = found["beyond_floor"]
+    fixture, more = CASES[name][0], CASES[name][3]
+    if more.get("floor", (fixture,))[0] != fixture:
+        # the floor is another run's: its losses are comparable, but how far gradient norms drift
+        # differs from run to run (0.0018 and 0.0025 for two MoE runs that Megatron reloads itself,
+        # 0.009 between EP 1, 2 and 4 of a third whose first norm is equal to seven digits)
+        beyond = [b for b in beyond if not b.startswith("grad_norms")]
+    assert beyond == []
+
+
+@pytest.mark.parametrize("part", SPOILED)
+def test_a_spoilt_part_of_the_state_fails_the_same_test(
+    verdicts: dict[str, dict[str, Any]], part: str
+) -> None:
+    """A changed step counter, decay, beta, moment or rate does not pass for noise."""
+    found = verdicts[f"spoilt {part}"]
+    assert found["error"] is None, found["error"]
+    assert found["different"] or found["beyond_floor"]
