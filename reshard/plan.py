@@ -12,7 +12,7 @@ from reshard.dtypes import DType
 from reshard.errors import CoverageError, LossError
 from reshard.format import Declaration, Loss
 from reshard.layout import Piece, refactor
-from reshard.tensor import LogicalTensor, TensorId
+from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 
 
 class Shelf:
@@ -197,8 +197,16 @@ class Plan:
 
 
 def _feed(target: LogicalTensor, source: Checkpoint, derive: Mapping[str, str]) -> TensorId | None:
-    """The source tensor that fills this one: the same slot, else the slot it derives from."""
-    if target.id in source.layout.tensors:
+    """The source tensor that fills this one: the same slot, else the slot it derives from.
+
+    The master is the authoritative weight: a weight wider than the stored one is taken from it.
+    """
+    same = source.layout.tensors.get(target.id)
+    master = TensorId(target.id.name, MASTER)
+    if same is not None and target.id.slot == PARAM and master in source.layout.tensors:
+        wide = target.dtype.itemsize > same.dtype.itemsize
+        return master if wide and target.dtype.floating else target.id
+    if same is not None:
         return target.id
     other = derive.get(target.id.slot)
     if other is not None and TensorId(target.id.name, other) in source.layout.tensors:
@@ -254,7 +262,7 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
                 "source. They are different models, or the vocabulary size is not the same "
                 "(--vocab-size)."
             )
-        if feed.slot != tensor.slot:
+        if feed.slot != tensor.slot and tensor not in source.layout.tensors:
             derived[(tensor.slot, feed.slot)] = derived.get((tensor.slot, feed.slot), 0) + 1
         asked = narrow or (feed.slot, tensor.slot) == ("master", "param")
         loss = _cast_loss(given.dtype, logical.dtype, tensor, asked)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 import reshard
 from reshard.containers import dcp
-from test_megatron_dist import stacked, truth_of
+from test_megatron_dist import stacked
 
 Unpack = Callable[[str], Path]
 Values = np.ndarray[Any, Any]

@@ -43,4 +43,37 @@ class Dcp:
         return declare_dcp(source, target, options)
 
 
-FORMATS = (Dcp(),)
+@dataclass(frozen=True)
+class TorchSave:
+    """Files of torch.save: one state dict for the whole job, or one for each rank."""
+
+    name: str = "torch"
+    summary: str = "torch.save: a state dict, or *_rank_N.pt of every rank"
+    writes: bool = False
+
+    def recognise(self, folder: Path) -> str | None:
+        """Why a file or folder is one."""
+        from .files import recognise
+
+        return recognise(folder)
+
+    def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
+        """The checkpoint of a run folder."""
+        from .runs import checkpoint_folder
+
+        return checkpoint_folder(run, iteration, self.recognise)
+
+    def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
+        """Read headers and small values."""
+        from .files import open_torch
+
+        return open_torch(folder, options)
+
+    def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
+        """Lay out a target."""
+        from .write import declare_dcp
+
+        return declare_dcp(source, target, options)
+
+
+FORMATS = (Dcp(), TorchSave())

@@ -23,7 +23,7 @@ META = "meta.pt"
 #: Small files that trainers keep beside their stores; read, shown and, where a target of the same
 #: kind is written, written again. Source: accelerate 1.15 checkpointing.py; transformers 5.24
 #: trainer.py; lightning 2.6 strategies/fsdp.py; fixtures.
-_SIDE = re.compile(
+SIDE = re.compile(
     r"scheduler(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|"
     r"custom_checkpoint_\d+\.pkl|sampler(_\d+)?\.bin|scaler\.pt|meta\.pt|trainer_state\.json|"
     r"dl_state_dict(_\d+)?\.bin|extra\.pt"
@@ -119,7 +119,7 @@ def side_leaves(folder: Folder) -> tuple[list[Leaf], list[str]]:
     leaves: list[Leaf] = []
     names: list[str] = []
     for path in sorted(folder.iterdir()):
-        if not _SIDE.fullmatch(path.name) or not path.is_file():
+        if not SIDE.fullmatch(path.name) or not path.is_file():
             continue
         leaves += [ObjectLeaf(p, v, path.name) for p, v in _side_values(path)]
         names.append(path.name)

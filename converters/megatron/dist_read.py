@@ -20,6 +20,7 @@ from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, Te
 from reshard.topology import Topology, topology
 
 from . import flattened_read, names, run
+from .bucket_read import bucket_tensors
 from .buckets import bucket_key
 from .carry import Carried, carry, fields_of, mapping, scalar, sequence
 from .dp_zero_read import is_dp_zero, object_tensors
@@ -148,25 +149,17 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
         rng=_rng(folder, metadata),
         rng_grid=_rng_grid(metadata),
         mla_down=_mla_down(metadata, sources),
-        unread=tuple(str(k) for k in root if k not in _KNOWN) + _unread(metadata),
+        unread=tuple(str(k) for k in root if k not in _KNOWN)
+        + _unread(metadata, options.weights_only),
     )
-    if any(bucket_key(k) for k in metadata.tensors):
-        from .bucket_read import bucket_tensors
-
-        more, bucket_pieces = bucket_tensors(folder, metadata, native, tensors)
+    flat = None if options.weights_only else _flat_optimizer(folder, metadata, native, tensors)
+    if flat is not None:
         model_space = dict(sources)
+        more, flat_pieces = flat
         tensors = {**tensors, **more}
 
         def pieces_of(tensor: TensorId) -> Sequence[Piece]:
-            return read.pieces(tensor) if tensor in model_space else bucket_pieces(tensor)
-
-    if is_dp_zero(metadata) and not options.weights_only:
-        located = object_tensors(folder, metadata, native, tensors)
-        held = dict(sources)
-        tensors = {**tensors, **located.tensors}
-
-        def pieces_of(tensor: TensorId) -> Sequence[Piece]:
-            return read.pieces(tensor) if tensor in held else located.pieces(tensor)
+            return read.pieces(tensor) if tensor in model_space else flat_pieces(tensor)
 
     groups, steps = run.param_groups(native, tensors)
     iteration = root.get("iteration")
@@ -184,6 +177,18 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
         problems=(),
         native=native,
     )
+
+
+def _flat_optimizer(
+    folder: Path, metadata: Metadata, native: Run, tensors: Mapping[TensorId, LogicalTensor]
+) -> tuple[dict[TensorId, LogicalTensor], Callable[[TensorId], Sequence[Piece]]] | None:
+    """The optimizer's tensors and their pieces, where they lie in flat buffers."""
+    if any(bucket_key(k) for k in metadata.tensors):
+        return bucket_tensors(folder, metadata, native, tensors)
+    if is_dp_zero(metadata):
+        located = object_tensors(folder, metadata, native, tensors)
+        return located.tensors, located.pieces
+    return None
 
 
 def _common(folder: Path, metadata: Metadata) -> Carried:
@@ -434,7 +439,7 @@ def _mla_down(metadata: Metadata, sources: Mapping[TensorId, Source]) -> bool | 
     return None
 
 
-def _unread(metadata: Metadata) -> tuple[str, ...]:
+def _unread(metadata: Metadata, weights_only: bool) -> tuple[str, ...]:
     """Objects that have no place in a target, folded by name."""
     seen: dict[str, int] = {}
     for key in metadata.objects:
@@ -443,7 +448,9 @@ def _unread(metadata: Metadata) -> tuple[str, ...]:
         if stem in ("rng_state", "common_state") or stem.endswith(names.EXTRA_STATE):
             continue
         if bucket_key(key) is not None:
-            continue
+            stem = "optimizer.distributed"
+            if not weights_only:
+                continue
         seen[stem] = seen.get(stem, 0) + 1
     return tuple(sorted(seen))
 

@@ -9,7 +9,7 @@ Source: distrib_optimizer.py sharded_param_state_dp_zero, get_parameter_state_dp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard.containers import dcp
@@ -22,11 +22,21 @@ from reshard.layout import Piece, StoredArray
 from reshard.tensor import PARAM, LogicalTensor, TensorId
 
 from . import buckets, run
-from .bucket_read import FIELDS, Group, buffers_of, groups_of, label_of, orders_of, shard_of, sharers
-from .buckets import Buffer, BucketKey, bucket_key
+from .bucket_read import (
+    FIELDS,
+    Group,
+    buffers_of,
+    groups_of,
+    label_of,
+    orders_of,
+    shard_of,
+    sharers,
+)
+from .buckets import BucketKey, Buffer, bucket_key
 from .carry import mapping, plain, sequence
 from .run import Run
 from .shards import Shard
+from .stages import Chunk
 
 _COALESCED, _NUMEL, _STATE = "buckets_coalesced", "numel_unpadded", "param_state"
 
@@ -77,8 +87,8 @@ def object_tensors(
             )
         for i, (label, params) in enumerate(wanted):
             held = _buffer(state[i], label, f"{_key(group)}, buffer {i}")
-            orders, own = orders_of(run, group, params, known)
-            made = _solved(run, group, orders, own, held, f"{_key(group)}, buffer {i}")
+            size = _bucket_size(run, group, params[0][0], known)
+            made = _solved(run, group, params, known, size, held)
             arrays = _arrays(file, held, made, f"{_key(group)}, buffer {i}")
             for legacy, canonical in params[0][1]:
                 part = shard_of(run, group, canonical, known)
@@ -132,22 +142,35 @@ def _buffer(found: object, label: str, where: str) -> Mapping[object, object]:
     return mapping(content, where)
 
 
+def _bucket_size(
+    native: Run, group: Group, chunk: Chunk, known: Mapping[str, LogicalTensor]
+) -> int | None:
+    """What the args say of a chunk's bucket size."""
+    assert native.pipeline is not None
+    dtypes = {name: v.dtype for name, v in known.items()}
+    numel = 0  # of all chunks and of both optimizers: --ddp-num-buckets divides them
+    for expert in (False, True):
+        for _, params in buffers_of(native, replace(group, expert=expert), dtypes):
+            orders, _ = orders_of(native, group, params, known)
+            numel += sum(n for order in orders.values() for _, n in order)
+    at = native.pipeline.chunks[group.stage].index(chunk)
+    dp = run.data_parallel(native.topology)
+    return buckets.bucket_size_of_args(native.args, group.stage, at, dp, numel)
+
+
 def _solved(
     native: Run,
     group: Group,
-    orders: Mapping[str, Sequence[tuple[str, int]]],
-    own: Sequence[str],
+    params: list[tuple[Chunk, list[tuple[str, str]]]],
+    known: Mapping[str, LogicalTensor],
+    size: int | None,
     held: Mapping[object, object],
-    where: str,
 ) -> Buffer:
     """Where each parameter lies, by what the buffer's length tells of the bucket size."""
     length = held.get(_NUMEL)
     if not isinstance(length, int):
-        raise CorruptError(f"{where} does not say {_NUMEL}")
-    # with --ddp-num-buckets the size also counts the other chunks: what is tried then is a bound
-    numel = sum(n for params in orders.values() for _, n in params)
-    dp = run.data_parallel(native.topology)
-    size = buckets.bucket_size_of_args(native.args, group.stage, 0, dp, numel)
+        raise CorruptError(f"{_key(group)} does not say {_NUMEL}")
+    orders, own = orders_of(native, group, params, known)
     try:
         return buckets.solve(
             orders,
@@ -157,7 +180,7 @@ def _solved(
             bucket_sizes=[size],
         )
     except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
+        raise FormatError(f"{_key(group)}: {error}") from None
 
 
 def _arrays(

@@ -120,9 +120,7 @@ def located(
         steps = row_major(chunk.sizes)
         heads = Box.at(chunk.offsets[:-1], chunk.sizes[:-1])
         for at in _indices(heads):
-            base = sum(
-                s * (i - a) for s, i, a in zip(steps[:-1], at, heads.start, strict=True)
-            )
+            base = sum(s * (i - a) for s, i, a in zip(steps[:-1], at, heads.start, strict=True))
             found = made.pieces(at[axes:], chunk.offsets[-1], array, base)
             out.setdefault(at[:axes], []).extend(found)
     return out

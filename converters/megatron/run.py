@@ -478,7 +478,7 @@ def recipe(
         out["verdict"] = "weights only"
     elif resized:
         out["verdict"] = "changes trajectory"
-    elif rng_kept and topology == run.topology:
+    elif rng_kept and str(topology) == str(run.topology):
         out["verdict"] = "exact"
     else:
         out["verdict"] = "same sample sequence"
