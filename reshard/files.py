@@ -150,7 +150,9 @@ class Files:
         except zstandard.ZstdError as error:
             raise CorruptError(f"{where}: {array.key}: not a whole zstd stream ({error})") from None
         if len(data) < end:
-            raise CorruptError(f"{where}: {array.key}: the zstd stream ends before its last element")
+            raise CorruptError(
+                f"{where}: {array.key}: the zstd stream ends before its last element"
+            )
         return data[array.inner :]
 
     def _read_into(self, piece: Piece, box: Box, out: Array) -> None:

@@ -87,6 +87,8 @@ class Format(Protocol):
     `recognise` says why a folder is one ("holds metadata.json with backend torch_dist"), or None.
     `runs` lists the checkpoints of a run folder as (iteration, folder), newest last, and the one
     its tracker names. A format that cannot be written raises FormatError from `declare`.
+    A format with a true attribute `generic` (bare files that others hold too) stands back where
+    a specific one fits.
     """
 
     name: str
@@ -162,7 +164,8 @@ def _candidates(path: Path, options: OpenOptions) -> list[tuple[Format, Path, st
                 continue
             folder = inner
         found.append((f, folder, why))
-    return found
+    specific = [c for c in found if not getattr(c[0], "generic", False)]
+    return specific or found
 
 
 def recognise(path: Path, options: OpenOptions) -> tuple[Format, Path]:

@@ -50,6 +50,7 @@ class TorchSave:
     name: str = "torch"
     summary: str = "torch.save: a state dict, or *_rank_N.pt of every rank"
     writes: bool = False
+    generic: bool = True  # a bare .pt: other formats hold such files too
 
     def recognise(self, folder: Path) -> str | None:
         """Why a file or folder is one."""

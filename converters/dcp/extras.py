@@ -147,9 +147,7 @@ def _move(source: Checkpoint, aim: Goal, schedule: Schedule | None, kept: Kept) 
 # ---------------------------------------------------------------------- per-rank data loaders
 
 
-def _data_loaders(
-    extras: Sequence[ObjectLeaf], aim: Goal, kept: Kept
-) -> tuple[ObjectLeaf, ...]:
+def _data_loaders(extras: Sequence[ObjectLeaf], aim: Goal, kept: Kept) -> tuple[ObjectLeaf, ...]:
     """The extras with data-loader states for the target's ranks.
 
     torchtitan keeps one opaque state per data-parallel rank (components/dataloader.py), and ranks
@@ -180,7 +178,9 @@ def _data_loaders(
 
 def _data_rank(extra: ObjectLeaf) -> int | None:
     match extra.path:
-        case ("dataloader", str() as name) if name.startswith(_RANK) and name[len(_RANK) :].isdigit():
+        case ("dataloader", str() as name) if (
+            name.startswith(_RANK) and name[len(_RANK) :].isdigit()
+        ):
             return int(name[len(_RANK) :])
     return None
 
@@ -198,4 +198,3 @@ def side_drafts(kept: Kept) -> list[Draft]:
             )
             out.append(draft)
     return out
-

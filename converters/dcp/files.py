@@ -22,7 +22,9 @@ NAME = "torch"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 #: model_world_size_4_rank_0.pt (verl, SkyRL, slime), pytorch_model_fsdp_0_rank0.bin (accelerate
 #: with use_dcp=False), pytorch_model_fsdp_rank0.bin (FSDP1 LOCAL), rank0.pt.
-_RANK = re.compile(r"(?P<stem>.*?)_?(?:world_size_(?P<world>\d+)_)?rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin)")
+_RANK = re.compile(
+    r"(?P<stem>.*?)_?(?:world_size_(?P<world>\d+)_)?rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin)"
+)
 #: FULL_STATE_DICT of accelerate and the HF Trainer (utils/fsdp_utils.py, save_fsdp_model).
 _FULL_MODEL = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
 _FULL_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.bin")
@@ -83,7 +85,9 @@ def _listed(folder: Folder) -> _Listed | None:
     if models:
         optimizers = [n for n in names if _FULL_OPTIMIZER.fullmatch(n)]
         if len(models) > 1 or len(optimizers) > 1:
-            raise FormatError(f"{folder}: several models ({', '.join(models)}) are not read together")
+            raise FormatError(
+                f"{folder}: several models ({', '.join(models)}) are not read together"
+            )
         pairs = [(models[0], ("model",)), *((n, ("optim",)) for n in optimizers)]
         return _Listed(tuple(pairs))
     left = [n for n in names if not side_name(n) and _is_state_file(folder / n)]
@@ -121,7 +125,11 @@ def _of_ranks(
         if missing or foreign:
             raise CorruptError(
                 f"{folder}: of {world} ranks' {stem or 'state'} files, "
-                + (f"those of ranks {missing[:8]} are missing" if missing else f"{foreign[0]} is of none")
+                + (
+                    f"those of ranks {missing[:8]} are missing"
+                    if missing
+                    else f"{foreign[0]} is of none"
+                )
             )
         under: Path = () if not stem else (("optim",) if stem.startswith("optim") else ("model",))
         out += [(files[r], under) for r in range(world)]

@@ -104,9 +104,7 @@ def _value(name: str, value: Json) -> object:
     return value
 
 
-def _as_like(
-    groups: list[TargetGroup], like: Checkpoint
-) -> tuple[list[TargetGroup], list[Fate]]:
+def _as_like(groups: list[TargetGroup], like: Checkpoint) -> tuple[list[TargetGroup], list[Fate]]:
     """The reference's groups, each with the options its members have in the source.
 
     Raises LossError where members of one group differ in the source.
@@ -124,7 +122,9 @@ def _as_like(
             _check_equal(found[0], other, i)
         home = theirs.homes[i] if theirs is not None else 0
         out.append(TargetGroup({**base, **found[0].options}, group.members, home))
-    return out, [Fate("param_groups", "remap", f"{len(groups)} groups as the reference's {len(out)}")]
+    return out, [
+        Fate("param_groups", "remap", f"{len(groups)} groups as the reference's {len(out)}")
+    ]
 
 
 def _check_equal(one: TargetGroup, other: TargetGroup, group: int) -> None:

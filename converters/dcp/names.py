@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 #: Modules that FSDP1, activation checkpointing and torch.compile put around another one.
 #: Source: torch 2.13 distributed/checkpoint/state_dict.py, _get_fqns; fixture fsdp1_w2_getsd.
-WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
+WRAPPERS = frozenset(
+    {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"}
+)
 _PARALLEL = "module"  # DistributedDataParallel, DataParallel
 
 

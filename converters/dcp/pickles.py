@@ -105,9 +105,7 @@ def _refuse_flat(file: Folder, path: Path) -> None:
         )
 
 
-def _take(
-    file: TorchFile, name: str, path: Path, value: object, whole: dict[Path, _Whole]
-) -> bool:
+def _take(file: TorchFile, name: str, path: Path, value: object, whole: dict[Path, _Whole]) -> bool:
     """Take in a tensor or a rank's shard of one; False for another value."""
     where = f"{file.path}: {dotted(path)}"
     found = sharded(value, where)

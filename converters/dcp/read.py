@@ -108,7 +108,9 @@ def _numbers(found: Found, roles: Roles) -> tuple[dict[int, str], str | None]:
     shapes = {
         e.parameter: e.leaf.shape
         for e in roles.state
-        if isinstance(e.parameter, int) and isinstance(e.leaf, TensorLeaf) and e.name != STEP
+        if isinstance(e.parameter, int)
+        and isinstance(e.leaf, TensorLeaf)
+        and e.name != STEP
         and (e.leaf.shape or e.name == EXP_AVG)
     }
     groups = [[m for m in g.members if isinstance(m, int)] for g in roles.groups]
@@ -139,7 +141,10 @@ def _own_parameters(roles: Roles) -> list[tuple[str, tuple[int, ...]]]:
             continue
         pieces = leaf.pieces()
         if pieces:
-            first = (pieces[0].array.file, pieces[0].array.offset + pieces[0].base * leaf.dtype.itemsize)
+            first = (
+                pieces[0].array.file,
+                pieces[0].array.offset + pieces[0].base * leaf.dtype.itemsize,
+            )
             if first in seen:
                 continue
             seen.add(first)
@@ -245,12 +250,15 @@ def _group(group: Group, spelling: Spelling, numbers: Mapping[int, str]) -> Para
 
 #: Where training loops keep their step, likeliest first.
 #: Source: fixtures torchtitan_w2, lightning_fabric_w2, fsdp1_w2_getsd, wrappers/trainer_fsdp2.
-_STEPS = ("trainer_state.json.global_step", "meta.pt.global_step", "global_step", "train_state.step")
+_STEPS = (
+    "trainer_state.json.global_step",
+    "meta.pt.global_step",
+    "global_step",
+    "train_state.step",
+)
 
 
-def _iteration(
-    found: Found, shown: Mapping[str, Json], steps: Mapping[str, float]
-) -> int | None:
+def _iteration(found: Found, shown: Mapping[str, Json], steps: Mapping[str, float]) -> int | None:
     """The training step: as the loop says, else the folder's name, else the optimizer's counter."""
     if found.iteration is not None:
         return found.iteration

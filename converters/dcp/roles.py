@@ -61,7 +61,9 @@ def sort_leaves(leaves: Sequence[Leaf], *, lightning: bool = False) -> Roles:
     the optimizer knows, else the one with a usual name.
     """
     roles = Roles()
-    roles.containers = tuple(dict.fromkeys(c for leaf in leaves if (c := _groups_of(leaf)) is not None))
+    roles.containers = tuple(
+        dict.fromkeys(c for leaf in leaves if (c := _groups_of(leaf)) is not None)
+    )
     rest: list[Leaf] = []
     options: dict[tuple[Path, str | int], dict[str, Carried]] = {}
     whole: list[tuple[Path, Carried]] = []
@@ -100,11 +102,15 @@ def _take(
             parameter, _, name = joined[len(_STATE) + 1 :].rpartition(".")
             roles.state.append(StateEntry(container, parameter, name, leaf))
             roles.flat = True
-        case ("param_groups", (str() | int()) as group, str() as name) if isinstance(leaf, ObjectLeaf):
+        case ("param_groups", (str() | int()) as group, str() as name) if isinstance(
+            leaf, ObjectLeaf
+        ):
             options.setdefault((container, group), {})[name] = leaf.value
         case ("param_groups",) if isinstance(leaf, ObjectLeaf):
             whole.append((container, leaf.value))
-        case (str() as joined,) if joined.startswith(f"{_GROUPS}.") and isinstance(leaf, ObjectLeaf):
+        case (str() as joined,) if joined.startswith(f"{_GROUPS}.") and isinstance(
+            leaf, ObjectLeaf
+        ):
             parameter, _, name = joined[len(_GROUPS) + 1 :].rpartition(".")
             options.setdefault((container, parameter), {})[name] = leaf.value
             roles.flat = True

@@ -73,7 +73,9 @@ def _sharded_tensor(state: object, where: str) -> Sharded:
     for shard in state[0]:
         held = _fields(shard)
         meta = _fields(held.get("metadata"))
-        box = Box.at(_sizes(meta.get("shard_offsets"), where), _sizes(meta.get("shard_sizes"), where))
+        box = Box.at(
+            _sizes(meta.get("shard_offsets"), where), _sizes(meta.get("shard_sizes"), where)
+        )
         ref = held.get("tensor")
         parts += _part(box, ref, shape, where)
     return Sharded(shape, tuple(parts))
@@ -85,9 +87,7 @@ def _sizes(value: object, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _part(
-    box: Box, ref: object, shape: tuple[int, ...], where: str
-) -> list[tuple[Box, TensorRef]]:
+def _part(box: Box, ref: object, shape: tuple[int, ...], where: str) -> list[tuple[Box, TensorRef]]:
     if not isinstance(ref, TensorRef):
         raise CorruptError(f"{where}: its shard is {ref!r:.60}, not a tensor")
     if ref.shape != box.shape or len(shape) != len(box.start) or box not in Box.whole(shape):

@@ -145,7 +145,11 @@ def _side_values(path: Folder) -> Iterable[tuple[Path, Carried]]:
 
 def _is_lightning(side: Iterable[Leaf]) -> bool:
     for leaf in side:
-        if leaf.path == (META,) and isinstance(leaf, ObjectLeaf) and isinstance(leaf.value.obj, dict):
+        if (
+            leaf.path == (META,)
+            and isinstance(leaf, ObjectLeaf)
+            and isinstance(leaf.value.obj, dict)
+        ):
             return "pytorch-lightning_version" in leaf.value.obj
     return False
 

@@ -44,7 +44,9 @@ class Store:
 
     def locate(self, keys: Iterable[str], *, keep: bool = False) -> dict[str, Sequence[Piece]]:
         """The pieces of several tensors, their files read front to back."""
-        items = [(k, c, e.dtype) for k in keys for e in [self.metadata.tensors[k]] for c in e.chunks]
+        items = [
+            (k, c, e.dtype) for k in keys for e in [self.metadata.tensors[k]] for c in e.chunks
+        ]
         out: dict[str, list[Piece]] = {key: [] for key in keys}
         for (key, chunk, _), array in zip(items, self._blobs.arrays(items), strict=True):
             box = Box.at(chunk.offsets, chunk.sizes)
@@ -56,7 +58,9 @@ class Store:
     def _lifted(self, array: StoredArray) -> StoredArray:
         if not self.under:
             return array
-        return replace(array, file=f"{self.under}/{array.file}", holder=f"{self.under}/{array.file}")
+        return replace(
+            array, file=f"{self.under}/{array.file}", holder=f"{self.under}/{array.file}"
+        )
 
     def finder(self, key: str) -> Callable[[], Sequence[Piece]]:
         """What locates one tensor when asked."""
@@ -130,7 +134,9 @@ def _split_paths(keys: Sequence[str]) -> dict[str, Path]:
     prefixes = {k[: k.index("param_groups.")] for k in keys if "param_groups." in k}
     out: dict[str, Path] = {}
     for key in keys:
-        found = next((p for p in prefixes if key.startswith((f"{p}param_groups.", f"{p}state."))), None)
+        found = next(
+            (p for p in prefixes if key.startswith((f"{p}param_groups.", f"{p}state."))), None
+        )
         if not found:
             out[key] = (key,)
         else:
@@ -138,9 +144,7 @@ def _split_paths(keys: Sequence[str]) -> dict[str, Path]:
     return out
 
 
-def _objects(
-    folder: Folder, objects: Iterable[tuple[str, Place]]
-) -> list[tuple[str, Carried]]:
+def _objects(folder: Folder, objects: Iterable[tuple[str, Place]]) -> list[tuple[str, Carried]]:
     """The values of object entries, in the order given; files are read front to back.
 
     Equal blobs are parsed once: a flattened optimizer stores a dozen per parameter.

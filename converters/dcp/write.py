@@ -253,9 +253,7 @@ def _notes(aim: Goal) -> tuple[str, ...]:
     return ()
 
 
-def _recipe(
-    source: Checkpoint, aim: Goal, groups: Sequence[TargetGroup]
-) -> Mapping[str, Json]:
+def _recipe(source: Checkpoint, aim: Goal, groups: Sequence[TargetGroup]) -> Mapping[str, Json]:
     """What the job that loads this needs to know."""
     shown: list[Json] = [
         {"members": len(g.members), **dict(g.options)} for g in as_json(list(groups))
@@ -272,4 +270,3 @@ def _recipe(
         if aim.weights_only
         else ("exact" if same else "same sample sequence, if the global batch is kept"),
     }
-
