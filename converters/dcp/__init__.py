@@ -49,7 +49,7 @@ class TorchSave:
 
     name: str = "torch"
     summary: str = "torch.save: a state dict, or *_rank_N.pt of every rank"
-    writes: bool = False
+    writes: bool = True
     generic: bool = True  # a bare .pt: other formats hold such files too
 
     def recognise(self, folder: Path) -> str | None:
@@ -72,9 +72,9 @@ class TorchSave:
 
     def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
         """Lay out a target."""
-        from .write import declare_dcp
+        from .write_torch import declare_torch
 
-        return declare_dcp(source, target, options)
+        return declare_torch(source, target, options)
 
 
 FORMATS = (Dcp(), TorchSave())

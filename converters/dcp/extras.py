@@ -1,4 +1,4 @@
-"""What becomes of schedulers, counters, random states and unknown values: kept, moved or dropped."""
+"""What becomes of schedulers, counters, random states and unknown values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.layout import Draft
 from .goal import Goal
 from .leaves import ObjectLeaf, dotted
 from .state import State
-from .values import ALLOWED, Carried, Path, strangers
+from .values import ALLOWED, Carried, Path, plain, strangers
 
 _DATA = "dataloader"
 _RANK = "dp_rank_"
@@ -39,12 +39,12 @@ class Kept:
 def keep_extras(source: Checkpoint, aim: Goal) -> Kept:
     """Sort the source's extras for a target."""
     kept = Kept()
-    native = source.native
-    extras = native.extras if isinstance(native, State) else ()
     if aim.weights_only:
-        if extras or source.extras:
+        if source.extras:
             kept.fates.append(Fate("extras", "drop", "weights only"))
         return kept
+    native = source.native
+    extras = native.extras if isinstance(native, State) else _neutral(source, kept)
     extras = _data_loaders(extras, aim, kept)
     schedule = schedule_of(extras)
     for extra in extras:
@@ -52,19 +52,45 @@ def keep_extras(source: Checkpoint, aim: Goal) -> Kept:
         foreign = strangers(extra.value.obj)
         if foreign:
             kept.drop(path, f"names {', '.join(foreign[:3])}: code is never written again")
-        elif aim.same_kind:
+        elif aim.same_kind or _has_place(extra, aim, schedule):
             _keep(kept, extra)
-        elif schedule is not None and extra in schedule.leaves:
-            continue
-        elif aim.dialect.kind == "plain" and not extra.file:
-            _keep(kept, extra)
-        elif aim.dialect.kind == "torchtitan" and extra.path[0] == "train_state":
-            _keep(kept, extra)
-        else:
-            kept.drop(path, f"a {aim.dialect.kind} checkpoint has no place for it")
+        elif schedule is None or extra not in schedule.leaves:
+            kept.drop(path, f"no place for it in a checkpoint of kind {aim.dialect.kind}")
     if not aim.same_kind:
         _move(source, aim, schedule, kept)
     return kept
+
+
+def _has_place(extra: ObjectLeaf, aim: Goal, schedule: Schedule | None) -> bool:
+    """Whether a value of another kind of checkpoint is kept under its own path."""
+    if extra.file or (schedule is not None and extra in schedule.leaves):
+        return False
+    if aim.dialect.kind == "torchtitan":
+        return extra.path[0] == "train_state"
+    return aim.dialect.kind == "plain"
+
+
+_TRAINING = "train_state"
+
+
+def _neutral(source: Checkpoint, kept: Kept) -> tuple[ObjectLeaf, ...]:
+    """Of another framework's extras those that mean the same here: a scheduler's, train_state."""
+    ends = [path[: -len("last_epoch")] for path in source.extras if path.endswith(".last_epoch")]
+    out: list[ObjectLeaf] = []
+    left: dict[str, None] = {}
+    for path, value in source.extras.items():
+        parts = path.split(".")
+        lead = next((e for e in ends if path.startswith(e)), None)
+        if lead is not None:
+            where: Path = ("lr_scheduler", path[len(lead) :])
+            out.append(ObjectLeaf(where, Carried(value)))
+        elif parts[0] == _TRAINING and type(value) in (int, float, bool):
+            out.append(ObjectLeaf(tuple(parts), Carried(value)))
+        else:
+            left.setdefault(parts[0])
+    for name in left:
+        kept.drop(name, f"of {source.format}; torch has no place for it")
+    return tuple(out)
 
 
 def _keep(kept: Kept, extra: ObjectLeaf) -> None:
@@ -92,7 +118,7 @@ class Schedule:
 
 
 def schedule_of(extras: Sequence[ObjectLeaf]) -> Schedule | None:
-    """The scheduler's state, known by its `last_epoch`; None if there is none or more than one."""
+    """The scheduler's state, known by its `last_epoch`; None if there is none, or several."""
     found: list[Schedule] = []
     for extra in extras:
         if extra.path[-1] == "last_epoch" and len(extra.path) > 1:
@@ -105,7 +131,8 @@ def schedule_of(extras: Sequence[ObjectLeaf]) -> Schedule | None:
                 fields = {str(k): Carried(v, extra.value.values) for k, v in state.items()}
                 whole = (extra,) if state is extra.value.obj else ()
                 found.append(Schedule(fields, whole))
-    return found[0] if len(found) == 1 else None
+    shown = {repr(sorted((k, plain(v)) for k, v in s.fields.items())) for s in found}
+    return found[0] if len(shown) == 1 else None
 
 
 def _schedules(obj: Mapping[object, object]) -> list[Mapping[object, object]]:

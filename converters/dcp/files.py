@@ -14,8 +14,8 @@ from reshard.format import OpenOptions
 from .leaves import Leaf, ObjectLeaf
 from .pickles import leaves_of, load
 from .read import Found, build
-from .sources import recognise as recognise_dcp
 from .sources import SIDE, side_leaves
+from .sources import recognise as recognise_dcp
 from .values import Path, carry
 
 NAME = "torch"

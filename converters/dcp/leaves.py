@@ -23,7 +23,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """A value at a place of a state dict. `file` is the side file it came from, "" for the store."""
+    """A value at a place of a state dict; `file` is the side file it came from, "" for none."""
 
     path: Path
     value: Carried

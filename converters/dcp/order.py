@@ -38,10 +38,10 @@ def names_by_number(
         found, note = _by_rule(model, wanted, where)
     out: dict[int, str] = {}
     position = [0] * len(groups)
-    for (name, _), group in zip(model, found, strict=True):
-        if group is not None:
-            out[groups[group][position[group]]] = name
-            position[group] += 1
+    for (name, _), chosen in zip(model, found, strict=True):
+        if chosen is not None:
+            out[groups[chosen][position[chosen]]] = name
+            position[chosen] += 1
     return out, note
 
 

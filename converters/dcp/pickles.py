@@ -99,9 +99,9 @@ class _Given:
 def _refuse_flat(file: Folder, path: Path) -> None:
     if path and isinstance(path[-1], str) and path[-1].split(".")[-1] in _FLAT:
         raise FormatError(
-            f"{file}: {dotted(path)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): neither names "
-            "nor shapes of what it holds are in the file. Load it at the same world size and save "
-            "with SHARDED_STATE_DICT."
+            f"{file}: {dotted(path)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): neither "
+            "names nor shapes of what it holds are in the file. Load it at the same world size "
+            "and save it with SHARDED_STATE_DICT."
         )
 
 

@@ -13,7 +13,7 @@ from reshard.checkpoint import Checkpoint, Json, ParamGroup
 from reshard.errors import CorruptError, FormatError, ReplicaError
 from reshard.files import Files
 from reshard.layout import Layout, Piece
-from reshard.tensor import EXP_AVG, PARAM, LogicalTensor, TensorId
+from reshard.tensor import EXP_AVG, LogicalTensor, TensorId
 from reshard.topology import Topology
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted

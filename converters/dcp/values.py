@@ -73,17 +73,8 @@ def tensor(data: bytes, shape: tuple[int, ...], dtype: DType) -> Carried:
     return Carried(new_tensor(shape, dtype, "0"), {"0": data})
 
 
-def tree(parts: Mapping[str, Carried]) -> Carried:
-    """A dict of carried values, their storages numbered anew."""
-    values: dict[str, bytes] = {}
-    root: dict[str, object] = {}
-    for name, part in parts.items():
-        root[name] = renamed(part, len(values), values)
-    return Carried(root, values)
-
-
 def renamed(part: Carried, first: int, values: dict[str, bytes]) -> object:
-    """The object with its storages renamed to numbers from `first` on; their bytes go to `values`."""
+    """The object with its storages numbered from `first` on; their bytes go to `values`."""
     keys: dict[str, str] = {}
 
     def number(ref: TensorRef) -> TensorRef:

@@ -1,4 +1,4 @@
-"""Declares DCP checkpoints: chunks for the reader's ranks, steps, groups and extras as torch keys them."""
+"""Declares DCP checkpoints: chunks for the reader's ranks, everything under torch's keys."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def declare_dcp(source: Checkpoint, target: Target, options: WriteOptions) -> De
     groups: list[TargetGroup] = []
     fates: list[Fate] = []
     if not aim.weights_only:
-        groups, fates = target_groups(source, options.like, _base_lrs(source))
+        groups, fates = target_groups(source, options.like, base_lrs(source))
     stores = _stores(source, aim, logical, groups, kept)
     drafts: list[Draft] = []
     pieces: dict[TensorId, list[Piece]] = {}
@@ -79,19 +79,21 @@ def declare_dcp(source: Checkpoint, target: Target, options: WriteOptions) -> De
         drafts=drafts,
         losses=tuple(kept.losses),
         notes=_notes(aim),
-        fates=(*fates, *kept.fates, *_step_fates(source, aim)),
-        recipe=_recipe(source, aim, groups),
+        fates=(*fates, *kept.fates, *step_fates(source, aim)),
+        recipe=recipe(source, aim, groups),
         explained=explained,
     )
 
 
-def _base_lrs(source: Checkpoint) -> list[float] | None:
+def base_lrs(source: Checkpoint) -> list[float] | None:
+    """The scheduler's rates before scheduling, by group, if it keeps them."""
     native = source.native
     schedule = schedule_of(native.extras) if isinstance(native, State) else None
     return schedule.base_lrs if schedule is not None else None
 
 
-def _step_fates(source: Checkpoint, aim: Goal) -> list[Fate]:
+def step_fates(source: Checkpoint, aim: Goal) -> list[Fate]:
+    """What becomes of Adam's counters."""
     if not source.steps:
         return []
     if aim.weights_only:
@@ -126,7 +128,7 @@ def _stores(
         else:
             model.add_tensor(dialect.parameter(name), held)
     if not aim.weights_only:
-        for name, step in _steps(source, logical).items():
+        for name, step in steps_of(source, logical).items():
             raw = np.float32(step).tobytes()
             optimizer.add_value(
                 dialect.state(name, STEP, homes.get(name, 0)), tensor(raw, (), FLOAT32)
@@ -138,7 +140,7 @@ def _stores(
     return [model] if optimizer is model else [model, optimizer]
 
 
-def _steps(source: Checkpoint, logical: Mapping[TensorId, LogicalTensor]) -> dict[str, float]:
+def steps_of(source: Checkpoint, logical: Mapping[TensorId, LogicalTensor]) -> dict[str, float]:
     """The counters of names that have state in the target."""
     stateful = {t.name for t in logical if t.slot != PARAM}
     return {name: step for name, step in source.steps.items() if name in stateful or not stateful}
@@ -253,7 +255,7 @@ def _notes(aim: Goal) -> tuple[str, ...]:
     return ()
 
 
-def _recipe(source: Checkpoint, aim: Goal, groups: Sequence[TargetGroup]) -> Mapping[str, Json]:
+def recipe(source: Checkpoint, aim: Goal, groups: Sequence[TargetGroup]) -> Mapping[str, Json]:
     """What the job that loads this needs to know."""
     shown: list[Json] = [
         {"members": len(g.members), **dict(g.options)} for g in as_json(list(groups))
