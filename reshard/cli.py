@@ -30,7 +30,10 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only in click
     name = "size"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        return value if isinstance(value, int) else parse_size(value)
+        try:
+            return value if isinstance(value, int) else parse_size(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
 
 SIZE = _Size()
@@ -200,7 +203,9 @@ def _plan_lines(report: Mapping[str, Any]) -> list[str]:
         f"{source['format']} {source['topology']} -> {target['format']} {target['topology']}",
         f"  tensors   {report['tensors']}   copies {report['copies']}   fills {report['fills']}",
         f"  read      {size_text(report['bytes_read'])} ({report['read_amplification']} x needed)",
-        f"  write     {size_text(target['bytes'])} in {target['files']} files",
+        f"  write     {size_text(target['bytes'])} in {target['files']} files, "
+        f"{size_text(report['free_disk'])} free",
+        "  per rank  " + ", ".join(f"{s} {size_text(n)}" for s, n in target["per_rank"].items()),
     ]
     losses = [Loss(x["code"], x["what"], x["detail"]) for x in report["losses"]]
     out += [f"  loss      {line}" for line in loss_lines(losses)]

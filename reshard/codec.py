@@ -103,5 +103,3 @@ def _whole(read: Read, array: StoredArray) -> Array:
 def _range(read: Read, array: StoredArray, start: int, stop: int) -> Array:
     piece = Piece(Box((0,), (array.numel,)), array, 0, (1,))
     return read(piece, Box((start,), (stop,)))
-
-

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import shutil
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 from reshard import commit, manifest
 from reshard.checkpoint import Checkpoint, Json
 from reshard.commit import Staging
-from reshard.engine import Moved, Mover, block_elements, move_all
+from reshard.crossing import Choice, cross, dialect_of
+from reshard.engine import Checksums, Moved, Mover, block_elements, move_all
 from reshard.errors import FormatError, LossError, UsageError, VerifyError
 from reshard.files import Files
 from reshard.fingerprint import Sum, complete
@@ -26,6 +28,7 @@ from reshard.format import (
     find,
     open_checkpoint,
 )
+from reshard.layout import Draft
 from reshard.plan import Plan, loss_lines
 from reshard.plan import plan as join_plan
 from reshard.readback import read_files
@@ -57,10 +60,17 @@ class Options:
     first_replica: bool = False
     set_latest: bool = False
     overwrite: bool = False
+    schema: str | None = None
+    config: str | None = None
+    tokenizer: str | None = None
+    max_shard_size: int | None = None
 
     def shown(self) -> dict[str, Json]:
         """What the manifest records."""
-        kept = ("to", "given", "like", "weights_only", "dtype", "vocab_size", "first_replica")
+        kept = (
+            "to", "given", "like", "weights_only", "dtype", "vocab_size", "first_replica", "schema",
+            "config", "tokenizer", "max_shard_size",
+        )  # fmt: skip
         shown: dict[str, Json] = {k: getattr(self, k) for k in kept if getattr(self, k)}
         for k in ("include", "exclude"):
             if getattr(self, k):
@@ -105,7 +115,6 @@ def make_plan(source: str | Path, options: Options) -> Plan:
     if options.to is None and options.like is None:
         raise UsageError("say what to write: --to TARGET or --like DIR")
     whole = open_checkpoint(source, source_options(options))
-    checkpoint = select(whole, options)
     like = open_checkpoint(options.like, OpenOptions()) if options.like else None
     target = parse_target(options.to) if options.to else Target(None, None)
     name = target.format or (like.format if like else whole.format)
@@ -113,11 +122,18 @@ def make_plan(source: str | Path, options: Options) -> Plan:
     if not form.writes:
         raise FormatError(f"format {name!r} is read, not written. See `reshard formats`.")
     write = WriteOptions(
-        options.weights_only, options.dtype, options.vocab_size, like, dict(target.options)
-    )
-    declaration = form.declare(checkpoint, target, write)
-    planned = join_plan(checkpoint, declaration, narrow=options.dtype is not None)
-    losses = list(planned.losses)
+        options.weights_only, options.dtype, options.vocab_size, like, dict(target.options),
+        options.config, options.tokenizer, options.max_shard_size,
+    )  # fmt: skip
+    # a format of weights alone picks the best copy of each itself
+    asked = replace(options, weights_only=False) if getattr(form, "weights", False) else options
+    checkpoint = select(whole, asked)
+    choice = Choice(options.schema, options.config, options.dtype)
+    crossed = cross(checkpoint, dialect_of(form, target, like), choice)
+    declaration = form.declare(crossed.checkpoint, target, write)
+    planned = join_plan(crossed.checkpoint, declaration, narrow=options.dtype is not None)
+    planned = replace(planned, notes=(*crossed.notes, *planned.notes))
+    losses = [*crossed.losses, *planned.losses]
     if options.weights_only and len(checkpoint.layout.tensors) < len(whole.layout.tensors):
         n = len(whole.layout.tensors) - len(checkpoint.layout.tensors)
         losses.append(
@@ -154,8 +170,8 @@ def plan_digest(planned: Plan) -> str:
     return h.hexdigest()
 
 
-def plan_report(planned: Plan) -> dict[str, Json]:
-    """What `plan --json` prints."""
+def plan_report(planned: Plan, place: Path | None = None) -> dict[str, Json]:
+    """What `plan --json` prints. `place`: the target folder, if one is known."""
     target = planned.target
     return {
         "status": "ok",
@@ -167,6 +183,7 @@ def plan_report(planned: Plan) -> dict[str, Json]:
             "files": len(target.drafts),
             "bytes": sum(d.size for d in target.drafts),
             "largest_file": max((d.size for d in target.drafts), default=0),
+            "per_rank": per_rank(planned),
             "trackers": sorted(target.trackers),
         },
         "tensors": len(target.layout.tensors),
@@ -175,12 +192,31 @@ def plan_report(planned: Plan) -> dict[str, Json]:
         "bytes_read": planned.bytes_read,
         "bytes_written": planned.bytes_written,
         "read_amplification": amplification(planned),
+        "temporary_bytes": 0,
+        "free_disk": free_disk(place or Path()),
         "replicated_elements": planned.replicas,
         "losses": [{"code": x.code, "what": x.what, "detail": x.detail} for x in planned.losses],
         "notes": list(planned.notes),
         "fates": [{"path": f.path, "kind": f.kind, "detail": f.detail} for f in target.fates],
         "recipe": dict(target.recipe),
     }
+
+
+def per_rank(planned: Plan) -> dict[str, Json]:
+    """Bytes of state that a rank of the target's model-parallel grid holds: mean, by slot."""
+    target = planned.target
+    ranks = target.topology.tp * target.topology.pp
+    held: dict[str, int] = {}
+    for tensor, logical in target.layout.tensors.items():
+        held[tensor.slot] = held.get(tensor.slot, 0) + logical.nbytes
+    return {slot: n // ranks for slot, n in sorted(held.items())}
+
+
+def free_disk(place: Path) -> int:
+    """Bytes free where a target would be written."""
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
 
 
 def amplification(planned: Plan) -> float:
@@ -217,7 +253,7 @@ def convert(
     final = place / planned.target.folder
     before = manifest.read(final) if final.is_dir() else None
     if before is not None and before.get("plan") == digest:
-        return {**plan_report(planned), "status": "ok", "already": True, "path": str(final)}
+        return {**plan_report(planned, place), "status": "ok", "already": True, "path": str(final)}
     commit.check_target(place, planned.target, overwrite=options.overwrite)
     _not_inside(planned.source.path, place)
     commit.check_space(place, planned.target.drafts)
@@ -249,12 +285,12 @@ def _run(
     target = planned.target
     staging.lay_out(target.drafts)
     elements = block_elements(options.memory, options.block, options.workers)
-    sums, losses = _move(planned, staging, options, elements, progress)
+    sums, losses, drafts = _move(planned, staging, options, elements, progress)
     planned = replace(planned, losses=(*planned.losses, *losses))
     if options.strict and losses:
         raise LossError("--strict forbids every loss: " + "; ".join(loss_lines(losses)))
     digests: Mapping[str, str] = {}
-    checked = _verify(planned, staging, options, elements, sums, progress)
+    checked = _verify(planned, staging, options, elements, sums, drafts, progress)
     if checked is not None:
         digests = checked
     first = manifest.head(
@@ -274,7 +310,7 @@ def _run(
         trackers = {t: d for t, d in trackers.items() if not (staging.target / t).exists()}
     staging.publish(trackers, overwrite=options.overwrite)
     return {
-        **plan_report(planned),
+        **plan_report(planned, staging.target),
         "path": str(staging.final),
         "plan": digest,
         "verified": {
@@ -291,8 +327,12 @@ def _run(
 
 def _move(
     planned: Plan, staging: Staging, options: Options, elements: int, progress: Progress
-) -> tuple[dict[TensorId, Sum], list[Loss]]:
-    """Move what the journal does not name yet; fingerprints of everything, losses found."""
+) -> tuple[dict[TensorId, Sum], list[Loss], list[Draft]]:
+    """Move what the journal does not name yet.
+
+    Gives fingerprints of everything, losses found, and the files with the checksums that are still
+    to be taken.
+    """
     target = planned.target
     total, moved_bytes, unsynced = planned.bytes_written, 0, 0
     sums: dict[TensorId, Sum] = {t: s for row in staging.done.values() for t, s in row.items()}
@@ -311,7 +351,17 @@ def _move(
         Files(staging.files, writable=True) as out,
         contextlib.ExitStack() as stack,
     ):
-        mover = Mover(planned, source, out, elements, options.first_replica, advance)
+        checksums = Checksums(target.drafts)
+        mover = Mover(
+            planned,
+            source,
+            out,
+            elements,
+            checksums,
+            options.first_replica,
+            options.verify,
+            advance,
+        )
         executor = None
         if options.workers > 1:
             executor = stack.enter_context(ThreadPoolExecutor(options.workers))
@@ -331,8 +381,9 @@ def _move(
                 unsynced, finished, found = 0, {}, []
 
         move_all(mover, work, executor, done)
+        drafts = [checksums.patch(out, draft) for draft in target.drafts]
         staging.record(out, target.drafts, finished, found)
-    return sums, losses
+    return sums, losses, drafts
 
 
 def _verify(
@@ -341,6 +392,7 @@ def _verify(
     options: Options,
     elements: int,
     sums: Mapping[TensorId, Sum],
+    drafts: Sequence[Draft],
     progress: Progress,
 ) -> dict[str, str] | None:
     """Open the staged files with no memory of the plan, read them once, compare every tensor."""
@@ -352,13 +404,13 @@ def _verify(
         read += n
         progress("verify", read, total)
 
-    if not options.verify and not any(d.checksums for d in target.drafts):
+    if not options.verify and not any(d.checksums for d in drafts):
         return None
     given = Target(target.format, None)
     cold = find(target.format).open(
         staging.files, OpenOptions(given, vocab_size=target.vocab_size, weights_only=False)
     )
-    back = read_files(cold, target.drafts, elements=elements, progress=advance)
+    back = read_files(cold, drafts, elements=elements, progress=advance)
     if not options.verify:
         return back.digests
     missing = [t for t in target.layout.tensors if t not in back.sums]

@@ -98,7 +98,9 @@ def logical_names(scope: Scope) -> dict[str, tuple[int, ...]]:
             for name, tensor in family.logical.get(run.block, {}).items():
                 for index in _instances(here, name):
                     if index.holds(tensor.when):
-                        out[_full(run, number, spelled(name, index))] = shape_of(tensor, index, name)
+                        out[_full(run, number, spelled(name, index))] = shape_of(
+                            tensor, index, name
+                        )
     return out
 
 
@@ -175,7 +177,9 @@ class _Forms:
                 if form is None:
                     continue
                 held = tuple(
-                    Held(self._name(leaf, number, scope.at(more) if more else scope), shape, v, keep)
+                    Held(
+                        self._name(leaf, number, scope.at(more) if more else scope), shape, v, keep
+                    )
                     for leaf, more, shape, v, keep in form.held
                 )
                 name = prefix + spelled(entry.name, scope)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,10 @@ import numpy.typing as npt
 
 from reshard.box import Box
 from reshard.errors import ReplicaError
-from reshard.files import Files, blocks
+from reshard.files import Files, as_bytes, blocks, is_dense
 from reshard.fingerprint import Sum
 from reshard.format import Loss
-from reshard.layout import Piece
+from reshard.layout import Draft, Piece
 from reshard.plan import Plan, TensorJoin
 from reshard.rounding import Rounding
 from reshard.tensor import MASTER, PARAM, TensorId
@@ -39,6 +41,41 @@ def block_elements(memory: int, block: int, workers: int) -> int:
     return max(1, min(block, memory // (_SHARE * max(1, workers))) // 4)
 
 
+class Checksums:
+    """CRC-32s of arrays, taken while they are written, where that happens front to back."""
+
+    def __init__(self, drafts: Sequence[Draft]) -> None:
+        self.wanted = {(d.name, c.array.offset): c for d in drafts for c in d.checksums}
+        self._running: dict[tuple[str, int], tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def saw(self, piece: Piece, box: Box, values: Array) -> None:
+        """Take in a part of an array that has just been written."""
+        key = (piece.array.file, piece.array.offset)
+        if key not in self.wanted or not is_dense(box.shape, piece.strides):
+            return
+        start = piece.base_of(box) * piece.array.dtype.itemsize
+        crc, done = self._running.get(key, (0, 0))
+        if start != done:
+            return  # not front to back: the cold reading takes it
+        data = as_bytes(np.ascontiguousarray(values))
+        crc = zlib.crc32(data, crc)
+        with self._lock:
+            self._running[key] = (crc, done + len(data))
+
+    def patch(self, files: Files, draft: Draft) -> Draft:
+        """Write the finished ones of a file; the draft with those that are still wanted."""
+        left = []
+        for c in draft.checksums:
+            crc, done = self._running.get((draft.name, c.array.offset), (0, -1))
+            if done != c.array.nbytes:
+                left.append(c)
+                continue
+            for at in c.at:
+                files.pwrite(draft.name, at, memoryview(crc.to_bytes(4, "little")))
+        return replace(draft, checksums=tuple(left))
+
+
 @dataclass(frozen=True)
 class Mover:
     """Moves the tensors of a plan from the source's files to the staged ones."""
@@ -47,7 +84,9 @@ class Mover:
     source: Files
     target: Files
     elements: int  # per block
+    checksums: Checksums
     first_replica: bool = False  # --replicas first
+    fingerprint: bool = True
     progress: Callable[[int], object] = lambda _: None
 
     def move(self, name: str, tensors: Sequence[TensorId]) -> Moved:
@@ -77,8 +116,12 @@ class Mover:
         self._compare(join, box, values, moved)
         dtype = join.target.dtype.numpy
         cast = [(b, v if v.dtype == dtype else v.astype(dtype)) for b, v in values]
+        total = moved.sums[join.target.id]
         for b, v in cast:
-            moved.sums[join.target.id].add(join.target, b, v)
+            if self.fingerprint:
+                total.add(join.target, b, v)
+            elif (inside := b & join.target.true) is not None:
+                total.elements += inside.numel
         for piece in join.pieces:
             wanted = piece.box & box
             if wanted is not None:
@@ -104,6 +147,7 @@ class Mover:
         if out is None:
             out = np.zeros(wanted.shape, piece.array.dtype.numpy)
         self.target.write(piece, wanted, out)
+        self.checksums.saw(piece, wanted, out)
         self.progress(out.nbytes)
 
     def _compare(

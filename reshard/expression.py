@@ -72,9 +72,7 @@ def _value(node: ast.expr, lookup: Lookup) -> Value:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_number(_value(operand, lookup))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](
-                _number(_value(left, lookup)), _number(_value(right, lookup))
-            )
+            return _BINARY[type(op)](_number(_value(left, lookup)), _number(_value(right, lookup)))
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _compared(op, _value(left, lookup), _value(right, lookup))
         case ast.IfExp(test=test, body=body, orelse=other):

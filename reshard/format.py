@@ -55,6 +55,9 @@ class WriteOptions:
     vocab_size: int | None = None
     like: Checkpoint | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    config: str | None = None  # the folder whose config and other files go with the weights
+    tokenizer: str | None = None  # the folder whose tokenizer does
+    max_shard_size: int | None = None  # bytes
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ def head(
 ) -> dict[str, Json]:
     """The manifest's first file, all but the rows of tensors."""
     source, target = plan.source, plan.target
-    slots = slot_digests(target.layout.tensors.values(), {t: s.hex for t, s in sums.items()})
+    slots: dict[str, str] = {}
+    if verified:  # without the comparison nothing was fingerprinted
+        slots = slot_digests(target.layout.tensors.values(), {t: s.hex for t, s in sums.items()})
     return {
         "manifest": VERSION,
         "tool": f"reshard {tool}",
@@ -75,7 +77,7 @@ def write(
     folder: Path, first: Mapping[str, Json], plan: Plan, sums: Mapping[TensorId, Sum]
 ) -> None:
     """Write the rows, then the manifest itself."""
-    rows = _rows(plan, sums)
+    rows = _rows(plan, sums, fingerprinted=bool(first["verified"]))
     for i in range(_files(len(sums))):
         with open(folder / TENSORS.format(i), "w") as out:
             for _, row in zip(range(_ROWS), rows, strict=False):
@@ -83,14 +85,16 @@ def write(
     (folder / NAME).write_text(json.dumps(first, indent=1) + "\n")
 
 
-def _rows(plan: Plan, sums: Mapping[TensorId, Sum]) -> Iterator[dict[str, Json]]:
+def _rows(
+    plan: Plan, sums: Mapping[TensorId, Sum], *, fingerprinted: bool
+) -> Iterator[dict[str, Json]]:
     for tensor, logical in plan.target.layout.tensors.items():
         row: dict[str, Json] = {
             "name": tensor.name,
             "slot": tensor.slot,
             "shape": list(logical.shape),
             "dtype": logical.dtype.name,
-            "fingerprint": sums[tensor].hex,
+            "fingerprint": sums[tensor].hex if fingerprinted else None,
             "held": [
                 [p.array.file, *_span(p.box.start, p.box.stop)]
                 for p in plan.target.layout.pieces(tensor)
@@ -119,9 +123,9 @@ def read(folder: Path) -> dict[str, Json] | None:
     return found
 
 
-def read_tensors(folder: Path, manifest: Mapping[str, Json]) -> dict[TensorId, str]:
-    """The recorded fingerprint of every tensor."""
-    out: dict[TensorId, str] = {}
+def read_tensors(folder: Path, manifest: Mapping[str, Json]) -> dict[TensorId, str | None]:
+    """The recorded fingerprint of every tensor; None where none was taken (--no-verify)."""
+    out: dict[TensorId, str | None] = {}
     names = manifest.get("tensor_files")
     for name in names if isinstance(names, list) else []:
         if not isinstance(name, str) or "/" in name:

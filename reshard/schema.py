@@ -159,8 +159,7 @@ class Family:
 def dialects() -> Mapping[str, Dialect]:
     """Every dialect in schemas/dialects, by name."""
     return {
-        name: _dialect(name, _toml(text, name))
-        for name, text in schemas.texts("dialects").items()
+        name: _dialect(name, _toml(text, name)) for name, text in schemas.texts("dialects").items()
     }
 
 

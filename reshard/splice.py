@@ -72,7 +72,9 @@ class Link:
 
 
 @lru_cache(maxsize=1 << 14)
-def splice(shape: tuple[int, ...], links: tuple[Link, ...]) -> tuple[tuple[int, ...], tuple[Splice, ...]]:
+def splice(
+    shape: tuple[int, ...], links: tuple[Link, ...]
+) -> tuple[tuple[int, ...], tuple[Splice, ...]]:
     """(finer shape of the target, a splice per link) for a target tensor of this shape.
 
     Raises LayoutError if a logical tensor is not made of strided boxes in both.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.checkpoint import Checkpoint, ParamGroup
 from reshard.codec import Add, shifted
 from reshard.dialect import Held, Stored, View, expand
 from reshard.dtypes import DType
@@ -33,14 +33,6 @@ class Translation:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Held2:
-    """Where a logical tensor lies in a stored tensor of the source."""
-
-    stored: Stored
-    view: View
-
-
 @dataclass(frozen=True)
 class _Maker:
     """Makes the pieces of target tensors out of those of the source."""
@@ -65,16 +57,14 @@ class _Maker:
         return out
 
 
-def translate(
-    checkpoint: Checkpoint, known: Known, to: str, *, vocab_size: int | None = None
-) -> Translation:
+def translate(checkpoint: Checkpoint, known: Known, to: str) -> Translation:
     """The checkpoint with the tensors of dialect `to`, every slot, groups and steps alike.
 
     Raises CoverageError for a tensor that the model has and the source lacks, or the other way
     round, LayoutError for shapes that are not the config's.
     """
     scope = known.scope()
-    spoken, theirs, scope, notes = _spoken(checkpoint, scope)
+    said, theirs, scope, notes = _spoken(checkpoint, scope)
     mine = {n: s for n, s in expand(scope, to).items() if not s.spare}
     holders = _holders(checkpoint, theirs)
     made, shapes = _join(mine, holders, checkpoint)
@@ -93,7 +83,12 @@ def translate(
     )
     dropped = _dropped(checkpoint, theirs)
     losses = tuple(Loss("buffer-dropped", n, "made anew from the config") for n in dropped)
-    return Translation(translated, known.family, spoken, losses, tuple(notes))
+    return Translation(translated, known.family, said, losses, tuple(notes))
+
+
+def spoken(checkpoint: Checkpoint, known: Known) -> str:
+    """The dialect of the family that a checkpoint's names are."""
+    return _spoken(checkpoint, known.scope())[0]
 
 
 # --- which dialect the source speaks -------------------------------------------------------------
@@ -129,9 +124,7 @@ def _speaks(family: Family, dialect: str) -> bool:
     return family.speaks(dialect) or (base is not None and family.speaks(base))
 
 
-def _without_optional(
-    scope: Scope, dialect: str, names: Iterable[str]
-) -> tuple[Scope, list[str]]:
+def _without_optional(scope: Scope, dialect: str, names: Iterable[str]) -> tuple[Scope, list[str]]:
     """The scope without the runs (MTP layers) of which the source has nothing at all."""
     there = set(names)
     notes = []
@@ -158,7 +151,9 @@ def _complete(
     missing = [n for n, s in expected.items() if n not in there and not s.spare]
     drop = dialects()[dialect].drop
     extra = [
-        n for n in sorted(there - expected.keys()) if not any(fnmatch.fnmatchcase(n, g) for g in drop)
+        n
+        for n in sorted(there - expected.keys())
+        if not any(fnmatch.fnmatchcase(n, g) for g in drop)
     ]
     for tensor, logical in checkpoint.layout.tensors.items():
         stored = expected.get(tensor.name)
@@ -327,14 +322,10 @@ def _groups(
             )
         for i in found:
             listed[i].append(name)
-    return tuple(
-        ParamGroup(g.options, tuple(m)) for g, m in zip(groups, listed, strict=True)
-    )
+    return tuple(ParamGroup(g.options, tuple(m)) for g, m in zip(groups, listed, strict=True))
 
 
-def _steps(
-    steps: Mapping[str, float], members: Mapping[str, Sequence[str]]
-) -> dict[str, float]:
+def _steps(steps: Mapping[str, float], members: Mapping[str, Sequence[str]]) -> dict[str, float]:
     out: dict[str, float] = {}
     for name, parts in members.items():
         found = {steps[p] for p in parts if p in steps}

@@ -70,8 +70,8 @@ def _interleave(
                     steps.append(((*at[:g], at[g] + 1, *at[g + 1 :]), g))
             if k - sum(at) < spare:
                 steps.append((at, None))
-            for to, g in steps:
-                back.setdefault(to, []).append((at, g))
+            for to, picked in steps:
+                back.setdefault(to, []).append((at, picked))
                 grown[to] = min(2, grown.get(to, 0) + n)
         levels.append(back)
         counts = grown

@@ -14,6 +14,7 @@ from reshard.format import OpenOptions
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf
 from .read import Found, build
+from .safe_stores import open_shards, shard_names
 from .stores import Store, open_store
 from .values import Carried, Path, carry
 
@@ -47,11 +48,15 @@ def recognise(folder: Folder) -> str | None:
     for inner in (MODEL_FOLDER, OPTIMIZER_FOLDER):
         if (folder / inner).is_dir() and any((folder / inner).glob("*.distcp")):
             return f"holds {inner}"
+    if folder.is_dir() and (shards := shard_names(folder)):
+        return f"holds {shards[0]}"
     return None
 
 
 def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of a DCP checkpoint, and the small values in it."""
+    if not (folder / dcp.METADATA).exists() and (names := shard_names(folder)):
+        return _open_shards(folder, names)
     inner = [f for f in (MODEL_FOLDER, OPTIMIZER_FOLDER) if (folder / f).is_dir()]
     if inner and not (folder / dcp.METADATA).exists():
         kind, folders = "accelerate", (MODEL_FOLDER, OPTIMIZER_FOLDER)
@@ -83,6 +88,23 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
             files=(*files, *names),
             ranks=_checked_ranks(folder, ranks, options),
             folders=folders,
+        )
+    )
+
+
+def _open_shards(folder: Folder, names: list[str]) -> Checkpoint:
+    """The weights that HuggingFaceStorageWriter left on each rank."""
+    found = open_shards(folder)
+    return build(
+        Found(
+            root=folder,
+            format=NAME,
+            version=f"Hugging Face storage, {len(names)} shards",
+            kind="plain",
+            leaves=found.leaves,
+            files=found.files,
+            ranks=found.ranks,
+            problems=found.problems,
         )
     )
 

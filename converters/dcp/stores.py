@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path as Folder
@@ -16,6 +16,7 @@ from reshard.errors import CorruptError, FormatError
 from reshard.layout import Piece, StoredArray, place
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf
+from .safe_stores import is_safe, located
 from .values import Carried, Path, carry
 
 _BATCH = 256  # tensors located together
@@ -44,6 +45,7 @@ class Store:
 
     def locate(self, keys: Iterable[str], *, keep: bool = False) -> dict[str, Sequence[Piece]]:
         """The pieces of several tensors, their files read front to back."""
+        keys = [key for key in keys if key not in self._found]
         items = [
             (k, c, e.dtype) for k in keys for e in [self.metadata.tensors[k]] for c in e.chunks
         ]
@@ -54,6 +56,11 @@ class Store:
         if keep:
             self._found.update(out)
         return dict(out)
+
+    def give(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Take in pieces that were located otherwise."""
+        for key, found in pieces.items():
+            self._found[key] = [replace(p, array=self._lifted(p.array)) for p in found]
 
     def _lifted(self, array: StoredArray) -> StoredArray:
         if not self.under:
@@ -78,6 +85,8 @@ def open_store(root: Folder, under: str) -> tuple[Store, list[Leaf]]:
         _check_cover(folder, key, entry)
     store = Store(folder, under, metadata)
     paths = _paths(folder, metadata)
+    if is_safe(folder, metadata):
+        store.give(located(folder, metadata))
     single = [k for k, e in metadata.tensors.items() if prod(e.shape) == 1]
     store.locate(single, keep=True)
     leaves: list[Leaf] = [

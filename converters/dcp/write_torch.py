@@ -13,7 +13,7 @@ from reshard.containers import torchfile
 from reshard.containers.inert import Ordered, new_tensor
 from reshard.dtypes import FLOAT32
 from reshard.errors import FormatError, UsageError
-from reshard.format import Declaration, WriteOptions
+from reshard.format import Declaration, Fate, WriteOptions
 from reshard.layout import Layout, Piece, place
 from reshard.tensor import PARAM, LogicalTensor, TensorId
 from reshard.topology import Target, Topology
@@ -68,7 +68,8 @@ def declare_torch(source: Checkpoint, target: Target, options: WriteOptions) -> 
     aim = _goal(source, target, options)
     logical, explained = tensors(source, aim, options)
     kept = keep_extras(source, aim)
-    groups, fates = [], []
+    groups: list[TargetGroup] = []
+    fates: list[Fate] = []
     if not aim.weights_only:
         groups, fates = target_groups(source, options.like, base_lrs(source))
     root = _root(source, aim, logical, groups, kept)

@@ -21,6 +21,7 @@ class HuggingFace:
     name: str = "hf"
     summary: str = "model.safetensors or pytorch_model.bin, with config.json"
     writes: bool = True
+    weights: bool = True  # a folder holds weights and nothing else
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from reshard.containers import dcp
 from reshard.containers.dcp import Metadata
 from reshard.containers.inert import Global
-from reshard.dtypes import FLOAT32, DType
+from reshard.dtypes import DType
 from reshard.errors import CorruptError, FormatError
 from reshard.layout import Piece, StoredArray
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
@@ -84,8 +84,9 @@ def bucket_tensors(
                     tensor = TensorId(canonical, name)
                     runs.setdefault(tensor, []).append(Run1D(key, slot.start, part))
                     whole = known[canonical]
+                    kind = metadata.tensors[key].dtype
                     tensors[tensor] = LogicalTensor(
-                        tensor, whole.shape, FLOAT32, whole.padded, whole.stored_name
+                        tensor, whole.shape, kind, whole.padded, whole.stored_name
                     )
     found = {k for k in metadata.tensors if bucket_key(k) is not None}
     if found != expected:

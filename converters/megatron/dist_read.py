@@ -19,7 +19,7 @@ from reshard.layout import Layout, Piece, place
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Topology, topology
 
-from . import flattened_read, names, run
+from . import flattened_read, names, precision_aware, run
 from .bucket_read import bucket_tensors
 from .buckets import bucket_key
 from .carry import Carried, carry, fields_of, mapping, scalar, sequence
@@ -161,6 +161,8 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
         def pieces_of(tensor: TensorId) -> Sequence[Piece]:
             return read.pieces(tensor) if tensor in model_space else flat_pieces(tensor)
 
+    if not options.weights_only:
+        tensors, pieces_of = precision_aware.rebuilt(folder, tensors, pieces_of, args)
     groups, steps = run.param_groups(native, tensors)
     iteration = root.get("iteration")
     return Checkpoint(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from reshard.containers.inert import TensorRef
 from reshard.containers.torchfile import TorchFile
 from reshard.errors import CorruptError, FormatError, ReshardError
 from reshard.format import OpenOptions
-from reshard.layout import Layout
+from reshard.layout import Layout, Piece
 from reshard.tensor import PARAM, TensorId
 from reshard.topology import Topology
 
-from . import names, run
+from . import names, precision_aware, run
 from .carry import Carried, carry, fields_of, mapping, plain
 from .legacy_held import Entry, Experts, Holdings, Param, Spot, spots_of
 from .legacy_optim import OptimizerReader
@@ -62,13 +62,17 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
             position = (rank.stage, rank.place.tp, rank.place.dp)[: len(grid)]
             rng[position] = _rng(file, root, position)
     native = replace(native, optimizer=reader.optimizer(), rng=rng, rng_grid=grid)
-    groups, steps = run.param_groups(native, holdings.tensors)
+    tensors = dict(holdings.tensors)
+    pieces: Callable[[TensorId], Sequence[Piece]] = holdings.pieces
+    if not options.weights_only:
+        tensors, pieces = precision_aware.rebuilt(folder, tensors, pieces, native.args)
+    groups, steps = run.param_groups(native, tensors)
     return Checkpoint(
         path=folder,
         format=NAME,
         version=f"torch, checkpoint_version {native.common.get('checkpoint_version')}",
         topology=native.topology,
-        layout=Layout(holdings.tensors, holdings.pieces, "megatron"),
+        layout=Layout(tensors, pieces, "megatron"),
         files=tuple(f for rank in files for f in (rank.model, *reader.buffers(rank))),
         groups=groups if native.optimizer is not None else None,
         steps={**steps, **reader.steps},

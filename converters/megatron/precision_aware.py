@@ -4,9 +4,10 @@ With --use-precision-aware-optimizer FusedAdam keeps a remainder: the master is 
 less one if the remainder is negative (the weight was rounded up), before the remainder's.
 torch_dist in model or bucket space stores it as int16; forms that gather on one rank (dp_zero,
 fully_reshardable, distrib_optim.pt) copy it into fp32, as a whole number.
-Source: TransformerEngine transformer_engine/common/multi_tensor/adam.cu AdamFunctorMasterParamRemainder,
+Source: TransformerEngine common/multi_tensor/adam.cu (the functor over p_remainder),
 pytorch/optimizers/fused_adam.py get_unscaled_state @ d0067d0d; megatron/core/optimizer/
-distrib_optimizer.py _get_main_param_and_optimizer_states @ core_v0.16.1.
+distrib_optimizer.py _get_main_param_and_optimizer_states @ core_v0.16.1. No fixture: Transformer
+Engine needs a GPU; tests put remainders, by the kernel's rule, into files of the frameworks.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class Remainder:
 
     def _weights(self, read: Read, piece: Piece, box: Box) -> Array:
         held = self.held
-        if piece.strides == held.strides and box in held.box:
-            if held.base_of(box) == piece.base_of(box):
-                return self._read(read, box)
+        same = piece.strides == held.strides and box in held.box
+        if same and held.base_of(box) == piece.base_of(box):
+            return self._read(read, box)
         index = self._index(piece, box)
         start = tuple(int(i.min()) for i in index)
         whole = Box(start, tuple(int(i.max()) + 1 for i in index))
@@ -124,7 +125,9 @@ def rebuilt(
     alone = [t for t, v in tensors.items() if t.slot == MASTER and v.dtype == _INT16]
     odd = next((t for t in alone if t not in pairs), None)
     if odd is not None:
-        raise FormatError(f"{odd}: stored as int16, the low half of a master, beside no bf16 weight")
+        raise FormatError(
+            f"{odd}: stored as int16, the low half of a master, beside no bf16 weight"
+        )
     if not alone and not _are_remainders(folder, tensors, pieces_of, args, pairs):
         return dict(tensors), pieces_of
     held = frozenset(pairs)

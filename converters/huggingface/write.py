@@ -1,0 +1,191 @@
+"""Declares a model folder: tensors dealt out to shards, the index, config and the files beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil, prod
+
+from reshard.box import Box
+from reshard.checkpoint import Checkpoint, Json
+from reshard.containers import safetensors
+from reshard.containers.safetensors import Item
+from reshard.dtypes import DType, named
+from reshard.errors import CoverageError, FormatError, UsageError
+from reshard.format import Declaration, Fate, Loss, WriteOptions
+from reshard.layout import Draft, Layout, Piece, place
+from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
+from reshard.topology import Target, Topology
+
+from .beside import Beside, beside
+from .folder import SAFE, SAFE_INDEX
+
+#: Bytes of tensors in one file, unless --max-shard-size says otherwise. transformers 4 has 5 GB,
+#: transformers 5 has 50 GB; engines that read shards in parallel are better off with several.
+SHARD = 5_000_000_000
+OPTIONS = ("max_shard_size", "balanced")
+
+
+def declare_folder(source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
+    """Lay out a model folder with the source's weights.
+
+    Raises FormatError for a source whose tensors are not named as a module's, UsageError for a
+    topology, which a model folder does not have.
+    """
+    if source.layout.naming != "torch":
+        raise FormatError(
+            f"{source.path}: tensors named as {source.layout.naming!r} have no place in a model "
+            "folder without a family (--schema NAME, --config DIR)"
+        )
+    if {k: n for k, n in target.degrees.items() if n != 1}:
+        raise UsageError(f"{target.text}: a model folder has no topology")
+    chosen = target.take(*OPTIONS)
+    tensors, made = _tensors(source, options)
+    items = [Item(t.name, v.shape, v.dtype) for t, v in tensors.items()]
+    limit = _limit(chosen, options)
+    shards = deal(items, limit, balanced=chosen.get("balanced") in ("1", "true", "yes"))
+    drafts, pieces = _files(shards)
+    others = beside(source, tensors, options)
+    drafts += others.drafts
+    return Declaration(
+        format="hf",
+        topology=Topology(),
+        folder="",
+        layout=Layout(tensors, lambda t: [pieces[t.name]], "torch"),
+        drafts=drafts,
+        losses=(*made, *others.losses),
+        notes=others.notes,
+        fates=(*others.fates, *_fates(source)),
+        recipe=_recipe(tensors, others),
+        explained=frozenset(t for t in source.layout.tensors if t.slot != PARAM),
+    )
+
+
+# --- which tensors, in which dtype ---------------------------------------------------------------
+
+
+def _tensors(
+    source: Checkpoint, options: WriteOptions
+) -> tuple[dict[TensorId, LogicalTensor], list[Loss]]:
+    """The target's weights in name order; and what of the source's state stays behind."""
+    present = source.layout.tensors
+    asked = named(options.dtype) if options.dtype else None
+    out: dict[TensorId, LogicalTensor] = {}
+    for name in sorted({t.name for t in present}, key=natural):
+        own = present.get(TensorId(name)) or present.get(TensorId(name, MASTER))
+        if own is None:
+            continue
+        weight = TensorId(name) in present
+        dtype = own.dtype if weight else _said(source) or own.dtype
+        if asked is not None and own.dtype.floating and not own.fixed:
+            dtype = asked
+        out[TensorId(name)] = LogicalTensor(TensorId(name), own.shape, dtype, fixed=own.fixed)
+    if not out:
+        raise CoverageError(f"{source.path} holds no weights")
+    left: dict[str, int] = {}
+    for tensor in present:
+        if tensor.slot != PARAM:
+            left[tensor.slot] = left.get(tensor.slot, 0) + 1
+    losses = [
+        Loss("weights-only", slot, f"{n} tensors left behind: a model folder holds weights only")
+        for slot, n in sorted(left.items())
+    ]
+    return out, losses
+
+
+def _said(source: Checkpoint) -> DType | None:
+    """The dtype that the model's config names."""
+    config = source.extras.get("config")
+    found = config.get("dtype") or config.get("torch_dtype") if isinstance(config, Mapping) else None
+    return named(found) if isinstance(found, str) else None
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """The order of names in which numbers count: layer 10 after layer 9."""
+    return tuple(
+        (1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name)
+    )
+
+
+def _fates(source: Checkpoint) -> Iterator[Fate]:
+    for name in source.extras:
+        if name != "config" and not name.startswith("args."):
+            yield Fate(name, "drop", "a model folder holds weights only")
+    for i, _ in enumerate(source.groups or ()):
+        yield Fate(f"optimizer.param_groups[{i}]", "drop", "a model folder holds weights only")
+
+
+# --- shards --------------------------------------------------------------------------------------
+
+
+def _limit(chosen: Mapping[str, str], options: WriteOptions) -> int:
+    text = chosen.get("max_shard_size")
+    if text is None:
+        return options.max_shard_size or SHARD
+    return decimal_size(text)
+
+
+def decimal_size(text: str) -> int:
+    """`5GB` as 5_000_000_000, `64KiB` as 65_536, as the hub's tools count."""
+    m = re.fullmatch(r"(\d+)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
+    if m is None or not int(m[1]):
+        raise UsageError(f"max_shard_size={text}: write 5GB or 500MB")
+    power = " kmgt".index(m[2]) if m[2] else 0
+    return int(m[1]) * int((1024 if m[3] else 1000) ** power)
+
+
+def deal(items: Sequence[Item], limit: int, *, balanced: bool = False) -> list[list[Item]]:
+    """The tensors in order, a new shard where the next one would not fit into `limit` bytes.
+
+    A tensor larger than the limit has a shard of its own. `balanced`: shards of about one size.
+    """
+    total = sum(i.nbytes for i in items)
+    each = ceil(total / max(1, ceil(total / limit))) if balanced else limit
+    shards: list[list[Item]] = [[]]
+    size = done = 0
+    for item in items:
+        full = size + item.nbytes > limit or (balanced and done >= each * len(shards))
+        if shards[-1] and full:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size += item.nbytes
+        done += item.nbytes
+    return shards
+
+
+def _files(shards: Sequence[Sequence[Item]]) -> tuple[list[Draft], dict[str, Piece]]:
+    """The weight files and the index built from what they hold."""
+    n = len(shards)
+    names = [SAFE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    drafts = [safetensors.draft(f, s) for f, s in zip(names, shards, strict=True)]
+    pieces = {a.key: place(Box.whole(a.shape), a) for d in drafts for a in d.arrays}
+    if n > 1:
+        drafts.append(_index(drafts))
+    return drafts, pieces
+
+
+def _index(drafts: Sequence[Draft]) -> Draft:
+    held = [a for d in drafts for a in d.arrays]
+    table = {
+        "metadata": {
+            "total_parameters": sum(prod(a.shape) for a in held),
+            "total_size": sum(a.nbytes for a in held),
+        },
+        "weight_map": {a.key: a.file for a in sorted(held, key=lambda a: a.key)},
+    }
+    raw = (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
+    return Draft(SAFE_INDEX, len(raw), [(0, raw)])
+
+
+def _recipe(tensors: Mapping[TensorId, LogicalTensor], others: Beside) -> dict[str, Json]:
+    kinds: dict[str, int] = {}
+    for logical in tensors.values():
+        kinds[logical.dtype.name] = kinds.get(logical.dtype.name, 0) + prod(logical.shape)
+    return {
+        "verdict": "weights only",
+        "parameters": sum(kinds.values()),
+        "dtypes": dict(sorted(kinds.items())),
+        "copied": list(others.copied),
+    }

@@ -1,0 +1,113 @@
+"""A source made ready for a target: dequantised where asked, translated where namings differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from reshard import translate as translation
+from reshard.checkpoint import Checkpoint
+from reshard.dtypes import named
+from reshard.errors import CoverageError, LossError
+from reshard.families import CONFIG, recognised
+from reshard.format import Format, Loss
+from reshard.schema import dialects
+from reshard.topology import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a user says about the model: --schema, --config, --dtype."""
+
+    schema: str | None = None
+    config: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """A source as its target wants to see it, and what the way there leaves behind."""
+
+    checkpoint: Checkpoint
+    losses: tuple[Loss, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def dialect_of(form: Format, target: Target, like: Checkpoint | None) -> str | None:
+    """The dialect a target is written in; None: whatever the source speaks.
+
+    A format may say (`dialect(target)`), a TARGET variant may name one (`dcp.torchtitan`).
+    """
+    asked = getattr(form, "dialect", None)
+    if asked is not None:
+        return str(asked(target))
+    if target.variant in dialects():
+        return target.variant
+    if like is not None and like.layout.naming != "torch":
+        return translation.WRITTEN.get(like.layout.naming)
+    return None
+
+
+def cross(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> Crossed:
+    """The checkpoint in this dialect.
+
+    Raises CoverageError where no family joins the namings, LossError for quantised tensors that
+    would have to be cut or cast and that nobody asked to dequantise.
+    """
+    plain = dequantised(checkpoint, dialect, choice)
+    if dialect is None or choice.schema == "none":
+        return Crossed(plain)
+    naming = dialects()[dialect].naming
+    same = plain.layout.naming == naming
+    if same and (naming == "megatron" or plain.quantised is not None):
+        return Crossed(plain)
+    known = recognised(plain, schema=choice.schema, config=choice.config)
+    if known is None:
+        if same:
+            return Crossed(plain)
+        raise CoverageError(_unknown(plain, naming))
+    found = translation.translate(plain, known, dialect)
+    notes = list(found.notes)
+    if known.made:
+        kind = known.config.get("model_type")
+        notes.append(f"the family is taken from the arguments: {found.family.name} ({kind})")
+    return Crossed(found.checkpoint, found.losses, tuple(notes))
+
+
+def dequantised(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> Checkpoint:
+    """The checkpoint with quantised tensors read as --dtype asks; as it is if nothing asks."""
+    if checkpoint.quantised is None:
+        return checkpoint
+    if choice.dtype is not None:
+        return checkpoint.quantised(named(choice.dtype))
+    if dialect is not None and dialects()[dialect].naming != checkpoint.layout.naming:
+        raise LossError(
+            f"{checkpoint.path} is quantised in blocks (fp8 or MXFP4), and the target cuts and "
+            "fuses its tensors elsewhere than at blocks. Dequantise it with --dtype bf16."
+        )
+    return checkpoint
+
+
+def _unknown(checkpoint: Checkpoint, naming: str) -> str:
+    config = checkpoint.extras.get(CONFIG)
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    said = f"model_type {kind!r} is in no family" if kind else "nothing says what model it is"
+    return (
+        f"{checkpoint.path}: its tensors are named as {checkpoint.layout.naming!r}, the target's "
+        f"as {naming!r}, and {said}. Give the model's config with --config DIR, or a family with "
+        "--schema NAME|FILE (reshard schemas lists them)."
+    )
+
+
+def in_naming_of(left: Checkpoint, right: Checkpoint, choice: Choice) -> Checkpoint:
+    """`right` with its tensors named as those of `left`, where a family joins the two."""
+    if left.layout.naming == right.layout.naming:
+        return right
+    known = recognised(right, schema=choice.schema, config=choice.config) or recognised(
+        left, schema=choice.schema, config=choice.config
+    )
+    if known is None:
+        raise CoverageError(_unknown(right, left.layout.naming))
+    spoken = translation.spoken(left, known)
+    found = translation.translate(right, known, spoken)
+    return replace(found.checkpoint, path=right.path)
