@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.box import Box
-from reshard.checkpoint import Checkpoint, Json
+from reshard.box import Box, row_major
+from reshard.checkpoint import Checkpoint, Json, ParamGroup
 from reshard.convert import Options, make_plan, plan_report
 from reshard.convert import convert as _convert
 from reshard.diff import differences
@@ -20,9 +20,10 @@ from reshard.errors import UsageError
 from reshard.files import Files
 from reshard.fingerprint import slot_digests
 from reshard.format import OpenOptions, open_checkpoint
+from reshard.layout import Piece, StoredArray, refactor
 from reshard.plan import cover
 from reshard.readback import fingerprints, read_block
-from reshard.tensor import PARAM, LogicalTensor, TensorId
+from reshard.tensor import PARAM, STEP, LogicalTensor, TensorId
 from reshard.topology import Target, parse_target
 from reshard.verify import verify as _verify
 
@@ -47,16 +48,53 @@ class LazyTensor:
         """The numpy (or ml_dtypes) type."""
         return self.logical.dtype.numpy
 
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Where the elements lie, replicas included."""
+        return self.checkpoint.layout.pieces(self.logical.id)
+
     def __getitem__(self, index: Any) -> Array:
         """The values at `index`: integers, slices with step 1, and `...`."""
         box, squeeze = _box(self.shape, index)
+        kept = [n for i, n in enumerate(box.shape) if i not in squeeze]
+        if box.numel == 0:
+            return np.empty(kept, self.dtype)
         with Files(self.checkpoint.path) as files:
-            if box.numel == 0:
-                values: Array = np.empty(box.shape, self.dtype)
-            else:
-                parts = cover(self.checkpoint.layout.pieces(self.logical.id)).parts
-                values = read_block(files, parts.near(box), box, self.logical)
-        return values.reshape([n for i, n in enumerate(box.shape) if i not in squeeze])
+            return self._read(files, box).reshape(kept)
+
+    def _read(self, files: Files, box: Box) -> Array:
+        logical, pieces = self.logical, self.pieces
+        if logical.factors is None:
+            return read_block(files, cover(pieces).parts.near(box), box, logical)
+        array = StoredArray("", 0, logical.shape, logical.dtype, "")
+        parts = cover(pieces).parts
+        out = np.empty(box.shape, self.dtype)
+        flat = out.reshape(-1)
+        wanted = Piece(box, array, 0, row_major(box.shape))
+        for part in refactor(wanted, logical.shape, logical.factors):
+            values = read_block(files, parts.near(part.box), part.box, logical)
+            strides = tuple(s * out.itemsize for s in part.strides)
+            view = np.lib.stride_tricks.as_strided(flat[part.base :], part.box.shape, strides)
+            view[...] = values
+        return out
+
+
+@dataclass(frozen=True)
+class Step:
+    """A parameter's step counter, indexed as a 0-d tensor is."""
+
+    value: float
+    shape: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Steps are shown as float32, torch's own type for them."""
+        return np.dtype(np.float32)
+
+    def __getitem__(self, index: Any) -> Array:
+        """The count, for `...` or `()`."""
+        return np.asarray(np.asarray(self.value, np.float32)[index])
 
 
 def _box(shape: tuple[int, ...], index: Any) -> tuple[Box, set[int]]:
@@ -92,16 +130,25 @@ class Opened:
     checkpoint: Checkpoint
 
     @property
-    def tensors(self) -> Mapping[tuple[str, str], LogicalTensor]:
-        """(name, slot) to shape and dtype; in the checkpoint's own naming, per layer and expert."""
-        return {
-            (v.stored_name or t.name, t.slot): v for t, v in self.checkpoint.layout.tensors.items()
-        }
+    def tensors(self) -> Mapping[tuple[str, str], LazyTensor | Step]:
+        """(name, slot) to shape, dtype and pieces; in the checkpoint's own naming.
+
+        Names are per layer and expert. Slots: param, master, exp_avg, exp_avg_sq, step, or what
+        the optimizer calls its state.
+        """
+        own = {t.name: v.stored_name or t.name for t, v in self.checkpoint.layout.tensors.items()}
+        return {(own[name], slot): v for (name, slot), v in self.logical.items()}
 
     @property
-    def logical(self) -> Mapping[tuple[str, str], LogicalTensor]:
-        """The same by canonical name, the one that differs between no two containers."""
-        return {(t.name, t.slot): v for t, v in self.checkpoint.layout.tensors.items()}
+    def logical(self) -> Mapping[tuple[str, str], LazyTensor | Step]:
+        """The same by canonical name, equal in every container of a framework."""
+        out: dict[tuple[str, str], LazyTensor | Step] = {
+            (t.name, t.slot): LazyTensor(self.checkpoint, v)
+            for t, v in self.checkpoint.layout.tensors.items()
+        }
+        for name, value in self.checkpoint.steps.items():
+            out.setdefault((name, STEP), Step(value))
+        return out
 
     @property
     def steps(self) -> Mapping[str, float]:
@@ -109,19 +156,25 @@ class Opened:
         return self.checkpoint.steps
 
     @property
+    def groups(self) -> tuple[ParamGroup, ...] | None:
+        """The optimizer's param groups: options, and members by canonical name."""
+        return self.checkpoint.groups
+
+    @property
     def extras(self) -> Mapping[str, Json]:
         """Everything that is neither tensor, group nor step."""
         return self.checkpoint.extras
 
-    def __getitem__(self, key: str | tuple[str, str]) -> LazyTensor:
+    def __getitem__(self, key: str | tuple[str, str]) -> LazyTensor | Step:
         """The tensor of this name (own or canonical); `(name, slot)` for other slots than param."""
         name, slot = key if isinstance(key, tuple) else (key, PARAM)
         found = self.checkpoint.layout.tensors.get(TensorId(name, slot))
-        if found is None:
-            found = self.tensors.get((name, slot))
-        if found is None:
+        if found is not None:
+            return LazyTensor(self.checkpoint, found)
+        everything = self.tensors if (name, slot) not in self.logical else self.logical
+        if (name, slot) not in everything:
             raise KeyError(f"{name} ({slot}) is not in {self.checkpoint.path}")
-        return LazyTensor(self.checkpoint, found)
+        return everything[name, slot]
 
 
 def open(  # the name users expect

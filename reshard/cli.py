@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +39,23 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only in click
 
 
 SIZE = _Size()
+
+
+class _Decimal(click.ParamType):  # type: ignore[type-arg]  # generic only in click >= 8.2's stubs
+    """A size in which 5GB is 5e9 bytes, as the hub's tools count; 5GiB is 5 * 2^30."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])b", value.strip().lower())
+        if m is None:
+            return parse_size(value)
+        return int(float(m[1]) * 1000 ** (" kmgt".index(m[2])))
+
+
+DECIMAL = _Decimal()
 
 
 class Bars:
@@ -96,6 +115,12 @@ def _convert_options(f: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--like", metavar="DIR", help="Write as this checkpoint is laid out."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer behind."),
         click.option("--dtype", help="Store weights in this dtype (bf16, fp32)."),
+        click.option("--schema", metavar="NAME|FILE", help="Model family; none: keep the names."),
+        click.option(
+            "--config", metavar="DIR", help="Model folder whose config.json is the model's."
+        ),
+        click.option("--tokenizer", metavar="DIR", help="Folder whose tokenizer goes along."),
+        click.option("--max-shard-size", type=DECIMAL, metavar="SIZE", help="Of hf files; 5GB."),
         click.option("--include", multiple=True, metavar="GLOB"),
         click.option("--exclude", multiple=True, metavar="GLOB"),
         click.option("--strict", is_flag=True, help="Refuse any loss."),
@@ -105,11 +130,17 @@ def _convert_options(f: Callable[..., Any]) -> Callable[..., Any]:
     return f
 
 
+def _stop(number: int, _: object) -> None:
+    """SIGTERM stops as Ctrl-C does: tidily, and so that the same command resumes."""
+    raise KeyboardInterrupt(signal.Signals(number))
+
+
 def _guarded(f: Callable[..., int]) -> Callable[..., None]:
     """Turn a command's outcome into output and exit code; never a traceback for bad input."""
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> None:
+        signal.signal(signal.SIGTERM, _stop)
         try:
             code = f(*args, **kwargs)
         except ReshardError as error:
@@ -123,9 +154,16 @@ def _guarded(f: Callable[..., int]) -> Callable[..., None]:
                 print(json.dumps({"status": "failed", "error": "OSError", "message": str(error)}))
             print(f"reshard: {error}", file=sys.stderr)
             sys.exit(1)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             print("reshard: interrupted; the same command resumes", file=sys.stderr)
-            sys.exit(130)
+            sys.exit(143 if stop.args == (signal.SIGTERM,) else 130)
+        except Exception as error:  # a bug of ours: said as one, without a traceback
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+            if kwargs.get("as_json"):
+                print(json.dumps({"status": "failed", "error": "bug", "message": message}))
+            print(f"reshard: a bug in reshard, please report it: {message}", file=sys.stderr)
+            sys.exit(1)
         sys.exit(code)
 
     return run

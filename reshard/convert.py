@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
-import shutil
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

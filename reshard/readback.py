@@ -164,7 +164,7 @@ def _combine(
                     mine = ((mine[0] + a) % 2**64, (mine[1] + b) % 2**64)
         if _part(logical, box, piece, seen, files, elements) != mine:
             raise ReplicaError(
-                f"{logical.id}: {piece.array.file} and another holder hold different values in {box}"
+                f"{logical.id}: {piece.array.file} and another holder differ in {box}"
             )
     return total
 

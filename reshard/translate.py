@@ -11,7 +11,7 @@ from reshard.codec import Add, shifted
 from reshard.dialect import Held, Stored, View, expand
 from reshard.dtypes import DType
 from reshard.errors import CoverageError, FormatError, LayoutError, LossError
-from reshard.families import Known, recognised
+from reshard.families import Known
 from reshard.format import Loss
 from reshard.layout import Layout, Piece
 from reshard.schema import Family, Scope, dialects

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from click.testing import CliRunner
+
 from reshard.cli import main, parse_size
 from reshard.errors import UsageError
 
@@ -26,7 +29,15 @@ def as_json(*args: object, code: int = 0) -> dict[str, Any]:
     done = run(*args, "--json")
     assert done.exit_code == code, done.output
     found: dict[str, Any] = json.loads(done.stdout)
+    kind = "error" if found["status"] in ("refused", "failed") else str(args[0])
+    conforms(found, kind)
     return found
+
+
+def conforms(found: Any, kind: str) -> None:
+    """Held against the JSON Schema that the package ships."""
+    schema = json.loads((resources.files("reshard.schemas") / f"{kind}.schema.json").read_text())
+    jsonschema.validate(found, schema, cls=jsonschema.Draft202012Validator)
 
 
 def test_convert_shows_what_it_did(unpacked: Unpack, tmp_path: Path) -> None:
@@ -76,6 +87,22 @@ def test_every_field_of_the_source_has_a_fate(unpacked: Unpack) -> None:
     fates = {f["path"] for f in plan["fates"]}
     for path in seen["extras"]:
         assert path in fates or path.split(".")[0] in fates, path
+
+
+def test_the_manifest_conforms(unpacked: Unpack, tmp_path: Path) -> None:
+    source = unpacked("megatron/a-tp1pp1") / "dist"
+    conforms(as_json("convert", source, tmp_path / "out", "--to", "tp2"), "convert")
+    folder = tmp_path / "out" / "iter_0000003"
+    manifest = json.loads((folder / "reshard.json").read_text())
+    conforms(manifest, "manifest")
+    rows = [
+        json.loads(line)
+        for name in manifest["tensor_files"]
+        for line in (folder / name).read_text().splitlines()
+    ]
+    assert len(rows) == manifest["tensors"] == 204
+    for row in rows:
+        conforms(row, "manifest-tensor")
 
 
 def test_dry_run_writes_nothing(unpacked: Unpack, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import reshard
 from reshard.containers import dcp, torchfile
 from reshard.containers.inert import Global, Record
@@ -26,6 +27,7 @@ from reshard.errors import (
     UsageError,
     VerifyError,
 )
+from reshard.tensor import TensorId
 from support import ROOT
 
 Unpack = Callable[[str], Path]
@@ -240,7 +242,7 @@ def test_replicas_that_differ(unpacked: Unpack, tmp_path: Path) -> None:
     file = source / "iter_0000003" / "mp_rank_02_000" / "model_optim_rng.pt"
     opened = reshard.open(source)
     name = "decoder.layers.0.input_layernorm.weight"
-    pieces = opened.checkpoint.layout.pieces(opened.logical[name, "param"].id)
+    pieces = opened.checkpoint.layout.pieces(TensorId(name))
     array = next(p.array for p in pieces if "mp_rank_02_000" in p.array.file)
     raw = bytearray(file.read_bytes())
     raw[array.offset] ^= 1
@@ -261,7 +263,7 @@ def test_from_that_contradicts_the_files(dist: Path, tmp_path: Path) -> None:
 
 def test_a_tracker_that_names_nothing(dist: Path, tmp_path: Path) -> None:
     (dist.parent / "latest_checkpointed_iteration.txt").write_text("77")
-    with pytest.raises(CorruptError, match="'77'.*iter_0000003"):
+    with pytest.raises(CorruptError, match=r"'77'.*iter_0000003"):
         reshard.convert(dist.parent, tmp_path / "out", "tp1")
     assert reshard.open(dist.parent, iteration=3).checkpoint.iteration == 3
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reshard
 
+import reshard
 from peers.dcp_cases import DcpCase, judge
 
 Results = dict[str, dict[str, Any]]

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
 import reshard
 from reshard.errors import CorruptError, LayoutError
-from safetensors.numpy import load_file
 
 Unpack = Callable[[str], Path]
 
@@ -108,12 +109,15 @@ def truth_of(folder: Path) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("name", TRUTHS)
 def test_read_equals_the_live_run(unpacked: Unpack, name: str) -> None:
-    """Every tensor of every slot, bit for bit; the truth was gathered from the run, not the file."""
+    """Every tensor of every slot, bit for bit; the truth was gathered from the live run."""
     folder = unpacked(f"megatron/{name}")
     opened = reshard.open(folder / "dist")
     truth = truth_of(folder)
     left = dict(truth)
     for (own, slot), logical in opened.tensors.items():
+        if slot == "step":
+            assert logical[...] == 3
+            continue
         key, index = stacked(own, truth, slot)
         whole = truth[key, slot]
         left.pop((key, slot), None)
@@ -125,9 +129,7 @@ def test_read_equals_the_live_run(unpacked: Unpack, name: str) -> None:
     assert set(opened.steps.values()) == {3.0}
 
 
-def stacked(
-    own: str, truth: dict[tuple[str, str], Any], slot: str
-) -> tuple[str, tuple[int, ...]]:
+def stacked(own: str, truth: dict[tuple[str, str], Any], slot: str) -> tuple[str, tuple[int, ...]]:
     """The truth's key for a per-layer, per-expert name, and the index in its leading axes."""
     index: list[int] = []
     parts = own.split(".")

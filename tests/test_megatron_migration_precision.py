@@ -75,6 +75,13 @@ def upcast(source: Path, target: Path) -> Path:
     return target
 
 
+class Planner(DefaultSavePlanner):
+    """Writes objects that come as bytes as they are, as Megatron's planner does."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return io.BytesIO(object) if isinstance(object, bytes) else object
+
+
 def as_int16(source: Path, target: Path) -> Path:
     """The same with int16 arrays, written by torch's own writer."""
     folder = source / ITERATION
@@ -96,11 +103,10 @@ def as_int16(source: Path, target: Path) -> Path:
     for key, place in metadata.objects.items():
         if key.startswith("optimizer."):
             raw = (folder / place.file).read_bytes()[place.offset : place.offset + place.length]
-            state[key] = torch.load(io.BytesIO(raw), weights_only=False)
+            state[key] = raw
     made = target / ITERATION
     made.mkdir(parents=True)
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    save(state, storage_writer=FileSystemWriter(made), planner=planner, no_dist=True)
+    save(state, storage_writer=FileSystemWriter(made), planner=Planner(), no_dist=True)
     for name in ("metadata.json", "common.pt"):
         shutil.copy(folder / name, made / name)
     shutil.copy(source / "latest_checkpointed_iteration.txt", target)
@@ -120,6 +126,8 @@ def test_masters_are_rebuilt(
     opened = reshard.open(made)
     seen = 0
     for (own, slot), logical in opened.tensors.items():
+        if slot == "step":
+            continue
         key, index = stacked(own, truth, slot)
         expected = truth[key, slot][index][tuple(slice(0, n) for n in logical.shape)]
         if slot == "master":
@@ -165,7 +173,7 @@ def test_the_kernels_rule() -> None:
 def test_some_of_each_kind_is_refused(unpacked: Unpack, tmp_path: Path) -> None:
     made = copied(unpacked(FR) / "dist", tmp_path / "made")
     in_place(made / ITERATION, lambda key, old: remainders(old) if "linear" in key else old)
-    with pytest.raises(FormatError, match="remainders of masters.*whole masters"):
+    with pytest.raises(FormatError, match=r"remainders of masters.*whole masters"):
         reshard.open(made)
 
 

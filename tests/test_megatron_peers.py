@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import reshard
 from peers import MegatronCase, judge
 
@@ -86,7 +87,8 @@ def verdicts(
     # tp stays, so the floor is next to nothing and half a weight decay shows within four steps
     first = cases[1]
     for part in SPOILED:
-        fields = {f: getattr(first, f) for f in ("checkpoint", "truth", "native", "tp", "pp", "vpp")}
+        kept = ("checkpoint", "truth", "native", "tp", "pp", "vpp")
+        fields = {f: getattr(first, f) for f in kept}
         cases.append(MegatronCase(name=f"spoilt {part}", spoil=part, **fields))
     return {r["name"]: r for r in judge(cases, root / "judge")}
 

@@ -47,10 +47,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A PipelineModule: which tensors each layer's file holds (key -> name), layers in order."""
+    """A PipelineModule: which tensors each layer's file holds (key -> name), in layer order."""
 
     layers: Mapping[int, Mapping[str, str]]
-    stages: tuple[tuple[str, ...], ...]  # the optimizer's names by stage
+    stages: tuple[frozenset[str], ...]  # the optimizer's names by stage
 
 
 @dataclass(frozen=True)
@@ -81,5 +81,7 @@ class Native:
     pipeline: Pipeline | None = None
     experts: Experts | None = None
     affine: Mapping[str, Affine] = field(default_factory=dict)
+    sub_group_size: int | None = None
+    named: bool = True  # its folder is a tag's
     refused: tuple[str, ...] = ()  # client entries that may not be written again
     wrapper: object = None

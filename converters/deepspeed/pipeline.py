@@ -41,7 +41,7 @@ def read_layers(grid: Grid, names: Names) -> None:
     named = [n for table in layers.values() for n in table.values()]
     tied = [n for n in named if n.startswith(TIED)]
     names.order = tuple(dict.fromkeys(tied + named))
-    names.pipeline = Pipeline(layers, tuple(() for _ in range(grid.pp)))
+    names.pipeline = Pipeline(layers, ())
 
 
 def _optimizer_shapes(grid: Grid) -> dict[str, tuple[int, ...]] | None:

@@ -8,13 +8,12 @@ from math import prod
 
 import numpy as np
 
-from reshard.containers.inert import TensorRef
+from reshard.box import Box
 from reshard.containers import torchfile
 from reshard.containers.torchfile import TorchFile
 from reshard.errors import CorruptError, FormatError
 from reshard.files import Files
 from reshard.layout import StoredArray, place
-from reshard.box import Box
 from reshard.tensor import MASTER, STEP
 
 from .flat import flat_group
@@ -53,19 +52,20 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def plain_groups(table: object, grid: Grid, names: Names) -> tuple[Group, ...]:
-    """Masters and moments of ZeRO 0, under the names that fit their order, shapes and values.
+def plain_groups(table: object, grid: Grid, names: Names) -> tuple[tuple[Group, ...], str]:
+    """Groups, masters and moments of ZeRO 0, named by order, shape and value; and the form.
 
     Raises FormatError if more than one naming fits.
     """
-    from .read import Table, WholeHolder, FlatHolder, _add, merged
+    from .read import FlatHolder, Table, WholeHolder, _add, merged
 
     assert isinstance(table, Table)
     per_mp: list[list[Group]] = []
-    start = 0
+    start, form = 0, "plain"
     for mp in range(len(grid.models)):
         rows: list[list[Group]] = []
         for ep, state in enumerate(_states(grid, mp)):
+            form = state.form
             weights = _weights(grid, names, mp, ep)
             if names.pipeline is not None:
                 weights = weights[start:]
@@ -104,13 +104,14 @@ def plain_groups(table: object, grid: Grid, names: Names) -> tuple[Group, ...]:
                     )  # fmt: skip
                 )
             rows.append(groups)
-        per_mp.append(list(merged(rows)))
+        per_mp.append(list(merged(rows)) if rows else [])
     if names.pipeline is not None and start != len(_weights(grid, names, 0, 0)):
         raise CorruptError(
             f"{grid.files.folder}: the stages' optimizers hold {start} parameters, the layer files "
             f"{len(_weights(grid, names, 0, 0))}: layer files are left over, or parameters frozen"
         )
-    return merged(per_mp) if per_mp and per_mp[0] else ()
+    set_stages(grid, names, per_mp)
+    return (merged(per_mp) if per_mp[0] else ()), form
 
 
 def _states(grid: Grid, mp: int) -> list[PlainState]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -21,10 +21,10 @@ from .cuts import Shard
 from .flat import FlatGroup, Run, SubGroup
 from .folder import TagFiles, tag_files
 from .grid import Grid, read_grid
-from .names import Names, names_of
 from .model_read import OWN, ModelFile
-from .optim_read import RankState
+from .names import Names, names_of
 from .native import Group, Model, Native
+from .optim_read import RankState
 from .values import Carried, carry, plain, strange_names
 
 NAME = "deepspeed"
@@ -136,7 +136,8 @@ def open_native(folder: Path, options: OpenOptions) -> Checkpoint:
     if grid.stage == 0 and not grid.ranks:
         from .plain_read import plain_groups
 
-        groups = plain_groups(table, grid, names)
+        groups, form = plain_groups(table, grid, names)
+        grid = replace(grid, form=form)
     else:
         groups = zero_groups(table, grid, names)
     model = module_tensors(table, grid, names, groups)
@@ -166,9 +167,8 @@ def open_native(folder: Path, options: OpenOptions) -> Checkpoint:
 def form_text(native: Native) -> str:
     """The optimizer's form, in words."""
     if native.stage == 0:
-        return {"bf16": "BF16_Optimizer", "unfused": "FP16_UnfusedOptimizer"}.get(
-            native.form, "FP16_Optimizer" if native.form == "fused" else "no ZeRO"
-        )
+        kinds = {"bf16": "BF16_Optimizer", "unfused": "FP16_UnfusedOptimizer"}
+        return {**kinds, "fused": "FP16_Optimizer"}.get(native.form, "no ZeRO")
     said = f"ZeRO-{native.stage}"
     if native.form == "bf16":
         said += " (BF16_Optimizer)"
@@ -205,7 +205,17 @@ def zero_groups(table: Table, grid: Grid, names: Names) -> tuple[Group, ...]:
             else:
                 made.append(_flat_group(table, grid, names, mp, i, dict(shapes)))
         per_mp.append(_joined(ranks[0], made))
+    set_stages(grid, names, per_mp)
     return merged(per_mp)
+
+
+def set_stages(grid: Grid, names: Names, per_mp: Sequence[Sequence[Group]]) -> None:
+    """Remember which pipeline stage's optimizer holds which tensors."""
+    if names.pipeline is None:
+        return
+    rows = per_mp[:: grid.tp]
+    stages = tuple(frozenset(n for g in row for n in g.members) for row in rows)
+    names.pipeline = replace(names.pipeline, stages=stages)
 
 
 def _joined(rank: RankState, made: list[Group]) -> list[Group]:
@@ -496,8 +506,14 @@ def native_run(
         pipeline=names.pipeline,
         experts=names.experts,
         affine=names.affine,
+        sub_group_size=_limit(first.zero_config.get("sub_group_size")),
         refused=refused,
     )
+
+
+def _limit(found: object) -> int | None:
+    """sub_group_size as configs spell it: 1e9, 1000000000, or "auto"."""
+    return int(found) if isinstance(found, (int, float)) and found >= 1 else None
 
 
 def extras_of(grid: Grid, native: Native) -> dict[str, Json]:

@@ -14,7 +14,6 @@ from reshard.format import Fate, Loss, WriteOptions
 from reshard.layout import Draft
 from reshard.tensor import LogicalTensor, TensorId
 
-
 CONFIG = "config.json"
 #: Weights in any form, their indexes, and what belongs to the folder's own history.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack",

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from reshard.box import Box
 from reshard.checkpoint import Checkpoint, Json
 from reshard.containers import safetensors, torchfile
 from reshard.containers.torchfile import TensorRef
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
 from reshard.layout import Layout, Piece, place
-from reshard.box import Box
 from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 

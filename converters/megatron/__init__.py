@@ -11,6 +11,7 @@ from reshard.errors import CorruptError, FormatError
 from reshard.format import Declaration, OpenOptions, WriteOptions
 from reshard.topology import Target
 
+DIALECT = "mcore"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -59,6 +60,10 @@ class TorchDist:
     def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
         """The checkpoint of a run folder."""
         return checkpoint_folder(run, iteration)
+
+    def dialect(self, target: Target) -> str:
+        """Whose names are written."""
+        return DIALECT
 
     def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
         """Read headers."""

@@ -19,6 +19,7 @@ from reshard.topology import Target
 
 from . import names, run
 from .carry import Carried, numbered
+from .from_family import run_of
 from .goal import Goal, goal
 from .run import Optimizer, Options, Run
 from .shards import shard
@@ -73,13 +74,8 @@ class _Keys:
 
 
 def native_run(source: Checkpoint) -> Run:
-    """What the source holds beside tensors. Raises FormatError for another framework's."""
-    if not isinstance(source.native, Run):
-        raise FormatError(
-            f"{source.format} to megatron needs a model family to name its tensors, which is not "
-            "done yet; convert within the framework."
-        )
-    return source.native
+    """What the source holds beside tensors: its own, or what its family says of a Megatron run."""
+    return source.native if isinstance(source.native, Run) else run_of(source)
 
 
 def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:

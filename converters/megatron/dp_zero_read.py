@@ -3,7 +3,7 @@
 Its keys are `[chained_{k}.]optimizer.distributed.dp_group_idx_{g}.param_state`, objects whose
 tensors are whole buffers; the layout inside them is that of distrib_optim.pt (buckets.py).
 Source: distrib_optimizer.py sharded_param_state_dp_zero, get_parameter_state_dp_zero
-@ core_v0.14.0; fixtures old-gpt-tied-pp2dp2-dpzero, old-moe-pp2ep2-dpzero.
+@ core_v0.14.0; fixtures made-v014-gpt-tied-pp2dp2-dpzero, made-v014-moe-pp2ep2-dpzero.
 """
 
 from __future__ import annotations

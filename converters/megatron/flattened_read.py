@@ -5,7 +5,7 @@ axis. Megatron reads it back only up to core 0.15.
 Source: megatron/core/dist_checkpointing/strategies/resharding.py
 nd_flattened_tensor_reformulated_global_shape, transformer/mlp.py apply_swiglu_sharded_factory,
 transformer/moe/experts.py GroupedMLP.sharded_state_dict @ core_v0.12.3; fixture
-g-v012-fsms-tp2pp2dp2.
+g-v012-fsms-tp2pp2dp2, made-v012-llama-tp2dp2-fsms, made-v014-moe-pp2ep2-fsms.
 """
 
 from __future__ import annotations

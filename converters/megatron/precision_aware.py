@@ -150,9 +150,12 @@ def _are_remainders(
     args: Mapping[str, object],
     pairs: Sequence[TensorId],
 ) -> bool:
-    """Whether fp32 values in the place of masters are remainders, by a sample of them."""
+    """Whether fp32 values in the place of masters are remainders, by a sample of them.
+
+    The args alone do not tell: the option keeps whole masters too (store_param_remainders).
+    """
     said = args.get("use_precision_aware_optimizer")
-    if said is False or not pairs:
+    if not pairs:
         return False
     step = max(1, len(pairs) // _SAMPLED)
     votes: dict[bool, TensorId] = {}

@@ -263,7 +263,7 @@ def _same_options(a: Options, b: Options) -> bool:
 def target_args(
     run: Run, topology: Topology, changes: Mapping[str, object]
 ) -> tuple[Record, list[Fate], list[Loss]]:
-    """The args for a target: each field kept, rewritten, or dropped if it names an unknown class."""
+    """The args for a target: each field kept, rewritten, or dropped for an unknown class."""
     dp = data_parallel(topology)
     rewritten: dict[str, object] = {
         "tensor_model_parallel_size": topology.tp,

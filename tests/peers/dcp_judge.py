@@ -45,7 +45,8 @@ def build(case: Case, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(case["fixture"])
     config.use_cache = False
-    dtype = getattr(torch, str(config.dtype).removeprefix("torch."))
+    said = json.loads((Path(case["fixture"]) / "losses.json").read_text()).get("dtype", "fp32")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[said]
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
 
 
@@ -90,7 +91,7 @@ def tensor_plan(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    """AdamW in two groups, as the fixtures' runs had it, but with rates that only a load corrects."""
+    """AdamW in two groups, as the fixtures' runs had it, with rates that only a load corrects."""
     plain, norms = [], []
     for name, parameter in model.named_parameters():
         (norms if "norm" in name or name.endswith("bias") else plain).append(parameter)
@@ -125,7 +126,8 @@ def load(model: nn.Module, made: Any, rates: Any, case: Case) -> None:
         epoch = {"last_epoch": schedule.pop("last_epoch")} if schedule else {}
         state = {**weights, "optimizer": moments, **({"lr_scheduler": epoch} if epoch else {})}
         dcp.load(state, checkpoint_id=folder)
-        schedule = {**schedule, **epoch}
+        # torchtitan keeps no rates: its config knows them
+        schedule = {**schedule, **state.get("lr_scheduler", {}), "base_lrs": [1e-2, 5e-3]}
     else:
         wanted = {"model": weights, "optim": moments}
         if schedule:
@@ -150,19 +152,19 @@ def live(model: nn.Module, made: Any) -> dict[str, torch.Tensor]:
         for slot in ("exp_avg", "exp_avg_sq", "step"):
             value = made.state.get(parameter, {}).get(slot)
             if value is not None:
-                out[f"{slot}.{name}"] = whole(torch.as_tensor(value, dtype=None))
+                out[f"{slot}.{name}"] = whole(torch.as_tensor(value))
     return out
 
 
 def spoil(made: Any, how: str) -> None:
     """Make the loaded state wrong in one way."""
     group = made.param_groups[0]
-    state = made.state[group["params"][1]]
-    if how == "step":
-        state["step"] += 40
-    elif how == "moment":
-        state["exp_avg"].mul_(1.5)
-    elif how == "decay":
+    for parameter in group["params"]:
+        if how == "step":
+            made.state[parameter]["step"] += 1
+        elif how == "moment":
+            made.state[parameter]["exp_avg"].mul_(1.01)
+    if how == "decay":
         group["weight_decay"] = 0.9
     elif how == "beta":
         group["betas"] = (0.5, 0.95)
