@@ -47,7 +47,10 @@ class Staging:
         return self.target / self.folder if self.folder else self.target
 
     def lay_out(self, drafts: Sequence[Draft]) -> None:
-        """Create every file at its full size with its literal bytes."""
+        """Create every file at its full size, empty: no reader takes one for whole.
+
+        Headers, directories and metadata come last, with `write_literals`.
+        """
         if not self.resumed:
             shutil.rmtree(self.files, ignore_errors=True)
         self.files.mkdir(exist_ok=True)
@@ -57,8 +60,6 @@ class Staging:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 os.ftruncate(fd, draft.size)
-                for offset, data in draft.literals:
-                    _pwrite(fd, data, offset)
             finally:
                 os.close(fd)
         if not self.resumed:
@@ -67,16 +68,24 @@ class Staging:
                 out.flush()
                 os.fsync(out.fileno())
 
+    def write_literals(self, drafts: Sequence[Draft]) -> None:
+        """Write everything around the arrays, once all of them are moved."""
+        for draft in drafts:
+            fd = os.open(self.files / draft.name, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                for offset, data in draft.literals:
+                    _pwrite(fd, data, offset)
+            finally:
+                os.close(fd)
+
     def record(
         self,
         files: Files,
-        drafts: Sequence[Draft],
         finished: Mapping[str, Mapping[TensorId, Sum]],
         losses: Iterable[Loss],
     ) -> None:
         """Make finished names durable, then say in the journal that they are."""
-        for draft in drafts:
-            files.sync(draft.name)
+        files.sync_written()
         with open(self.path / JOURNAL, "a") as out:
             for name, sums in finished.items():
                 row = {t.slot: [s.a, s.b, s.elements] for t, s in sums.items()}
@@ -142,8 +151,9 @@ def check_target(target: Path, declaration: Declaration, *, overwrite: bool) -> 
         raise TargetError(f"{parent} cannot be written to")
 
 
-def check_space(target: Path, drafts: Sequence[Draft], staged: int = 0) -> None:
-    """Raises TargetError if the drafts do not fit on the target's disk."""
+def check_space(target: Path, drafts: Sequence[Draft]) -> None:
+    """Raises TargetError if the drafts do not fit on the target's disk beside what is staged."""
+    staged = sum(p.stat().st_blocks * 512 for p in staging_path(target).rglob("*") if p.is_file())
     needed = sum(d.size for d in drafts) - staged
     parent = target
     while not parent.exists():

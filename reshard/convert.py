@@ -155,9 +155,7 @@ def plan_digest(planned: Plan) -> str:
     """What identifies a conversion: its source's files and every byte of its target's headers."""
     h = hashlib.blake2b(digest_size=16)
     source, target = planned.source, planned.target
-    for name in source.files:
-        stat = os.stat(source.path / name)
-        h.update(f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}\n".encode())
+    h.update(source_stamp(source).encode())
     h.update(f"{source.format}\t{target.format}\t{target.topology}\t{target.folder}\n".encode())
     for draft in target.drafts:
         h.update(f"{draft.name}\t{draft.size}\n".encode())
@@ -167,6 +165,15 @@ def plan_digest(planned: Plan) -> str:
     for tensor, feed in planned.feeds.items():
         if tensor != feed:
             h.update(f"{tensor}\t{feed}\n".encode())
+    return h.hexdigest()
+
+
+def source_stamp(source: Checkpoint) -> str:
+    """Sizes and times of the source's files, as one digest: a change shows in it."""
+    h = hashlib.blake2b(digest_size=16)
+    for name in source.files:
+        stat = os.stat(source.path / name)
+        h.update(f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}\n".encode())
     return h.hexdigest()
 
 
@@ -283,6 +290,7 @@ def _run(
     progress: Progress,
 ) -> dict[str, Json]:
     target = planned.target
+    stamp = source_stamp(planned.source)
     staging.lay_out(target.drafts)
     elements = block_elements(options.memory, options.block, options.workers)
     sums, losses, drafts = _move(planned, staging, options, elements, progress)
@@ -293,6 +301,11 @@ def _run(
     checked = _verify(planned, staging, options, elements, sums, drafts, progress)
     if checked is not None:
         digests = checked
+    if source_stamp(planned.source) != stamp:
+        raise VerifyError(
+            f"{planned.source.path}: a file has changed during the run; what was read may be of two "
+            "states. Run it again when the source is at rest."
+        )
     first = manifest.head(
         planned,
         sums,
@@ -377,12 +390,13 @@ def _move(
             finished[name] = moved.sums
             unsynced += sum(target.layout.tensors[t].nbytes for t in moved.sums)
             if unsynced >= commit.SYNC_EVERY:
-                staging.record(out, target.drafts, finished, found)
+                staging.record(out, finished, found)
                 unsynced, finished, found = 0, {}, []
 
         move_all(mover, work, executor, done)
+        staging.record(out, finished, found)
+        staging.write_literals(target.drafts)
         drafts = [checksums.patch(out, draft) for draft in target.drafts]
-        staging.record(out, target.drafts, finished, found)
     return sums, losses, drafts
 
 

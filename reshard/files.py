@@ -33,6 +33,7 @@ class Files:
         self._busy: dict[str, int] = {}
         self._decoded: tuple[StoredArray, bytes] | None = None
         self._lock = threading.Lock()
+        self._written: set[str] = set()
 
     def _acquire(self, name: str) -> int:
         with self._lock:
@@ -83,14 +84,18 @@ class Files:
                 done += os.pwrite(fd, data[done:], offset + done)
         finally:
             self._release(name)
+        self._written.add(name)
 
-    def sync(self, name: str) -> None:
-        """Make what was written to a file durable."""
-        fd = self._acquire(name)
-        try:
-            os.fsync(fd)
-        finally:
-            self._release(name)
+    def sync_written(self) -> None:
+        """Make what was written since the last call durable."""
+        with self._lock:
+            names, self._written = sorted(self._written), set()
+        for name in names:
+            fd = self._acquire(name)
+            try:
+                os.fsync(fd)
+            finally:
+                self._release(name)
 
     def close(self) -> None:
         """Close every file."""

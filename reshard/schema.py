@@ -293,7 +293,10 @@ def _take_logical(
 ) -> None:
     """A logical tensor, with the dialects that store it alone."""
     tensor = Logical(tuple(row.pop("shape")), row.pop("when", None), row.pop("keep", False))
-    logical.setdefault(block, {})[name] = tensor
+    if name in logical.setdefault(block, {}):  # told anew: where it stood alone is told anew too
+        for blocks in entries.values():
+            blocks[block] = [e for e in blocks.get(block, ()) if e.made != Leaf(name) or e.spare]
+    logical[block][name] = tensor
     for dialect, spelled in row.items():
         if dialect not in known:
             raise FormatError(f"logical tensor {name!r}: {dialect!r} is no dialect")

@@ -68,7 +68,7 @@ class Link:
 
     target: View
     source: View
-    source_shape: tuple[int, ...]
+    source_shape: tuple[int, ...]  # the shape that the source counts its boxes in
 
 
 @lru_cache(maxsize=1 << 14)

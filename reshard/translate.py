@@ -82,8 +82,20 @@ def translate(checkpoint: Checkpoint, known: Known, to: str) -> Translation:
         native=None,
     )
     dropped = _dropped(checkpoint, theirs)
-    losses = tuple(Loss("buffer-dropped", n, "made anew from the config") for n in dropped)
-    return Translation(translated, known.family, said, losses, tuple(notes))
+    losses = [Loss("buffer-dropped", n, "made anew from the config") for n in dropped]
+    losses += _rounded(maker)
+    return Translation(translated, known.family, said, tuple(losses), tuple(notes))
+
+
+def _rounded(maker: _Maker) -> list[Loss]:
+    """What adding a constant costs: bits, wherever a narrow dtype rounds the sum."""
+    out = []
+    for tensor, dtype in maker.dtypes.items():
+        added = {maker.add[tensor.name] - s.add for s, _ in maker.made[tensor.name]} - {0.0}
+        if added and tensor.slot in (PARAM, MASTER) and dtype.itemsize < 4:
+            detail = f"{added.pop():+g} is added and the sum rounded to {dtype.name}"
+            out.append(Loss("rounded", str(tensor), detail))
+    return out
 
 
 def spoken(checkpoint: Checkpoint, known: Known) -> str:
@@ -235,13 +247,17 @@ def _join(
     made: _Made = {}
     factors: dict[str, tuple[int, ...] | None] = {}
     used: set[str] = set()
+    finest = {t.name: v.factors for t, v in checkpoint.layout.tensors.items()}
     for name, stored in mine.items():
         pairs: list[tuple[Stored, Link]] = []
         for held in stored.held:
             if held.name not in holders:
                 raise CoverageError(f"{name}: the source holds nothing of {held.name}")
             used.add(held.name)
-            pairs += [(s, Link(held.view, h.view, s.shape)) for s, h in holders[held.name]]
+            pairs += [
+                (s, Link(held.view, h.view, finest.get(s.name) or s.shape))
+                for s, h in holders[held.name]
+            ]
         if all(_same(stored, s, link) for s, link in pairs):
             made[name] = [(s, None) for s, _ in pairs]
             factors[name] = None

@@ -147,6 +147,20 @@ def test_a_changed_byte_after_writing_is_not_published(
     assert left_behind(tmp_path) == []
 
 
+def test_a_source_that_changes_during_the_run_is_seen(
+    dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = sys.modules["reshard.engine"]
+    real = engine.Mover.move
+
+    def move(self: Any, name: str, tensors: Any) -> Any:
+        os.utime(dist / "__0_0.distcp", ns=(1, 1))
+        return real(self, name, tensors)
+
+    monkeypatch.setattr(engine.Mover, "move", move)
+    refused(dist, tmp_path, VerifyError, "changed during the run")
+
+
 def test_disk_too_small_is_said_before_work(
     unpacked: Unpack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

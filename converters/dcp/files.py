@@ -161,7 +161,7 @@ def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
         Found(
             root=root,
             format=NAME,
-            version=said + (f", {kind}" if kind != "plain" else ""),
+            version=said,
             kind=kind,
             leaves=(*leaves, *more),
             files=tuple(names),

@@ -62,8 +62,9 @@ def build(found: Found) -> Checkpoint:
     for extra in extras:
         shown |= flattened(extra.value, dotted(extra.path))
     containers = roles.containers or (("optim",),)
+    kind = "torchtitan" if _is_torchtitan(found, roles) else found.kind
     dialect = Dialect(
-        kind=found.kind,
+        kind=kind,
         model=roles.model,
         optimizers=containers,
         flat=roles.flat,
@@ -82,7 +83,7 @@ def build(found: Found) -> Checkpoint:
     return Checkpoint(
         path=found.root,
         format=found.format,
-        version=found.version,
+        version=found.version + (f", {kind}" if kind != "plain" else ""),
         topology=Topology(dp=found.ranks),
         layout=Layout(tensors, pieces_of, NAMING),
         files=found.files,
@@ -93,6 +94,14 @@ def build(found: Found) -> Checkpoint:
         problems=(*found.problems, *([note] if note else [])),
         native=native,
     )
+
+
+def _is_torchtitan(found: Found, roles: Roles) -> bool:
+    """Parameters at the top level beside a flat optimizer: torchtitan alone saves them so.
+
+    Source: torchtitan 0.3.0 components/checkpoint.py, _flattened_model_states_sd.
+    """
+    return found.kind == "plain" and roles.model == () and roles.flat
 
 
 def _numbers(found: Found, roles: Roles) -> tuple[dict[int, str], str | None]:

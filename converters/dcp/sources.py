@@ -12,7 +12,7 @@ from reshard.containers import dcp, torchfile
 from reshard.errors import CorruptError, FormatError, ReshardError
 from reshard.format import OpenOptions
 
-from .leaves import Leaf, ObjectLeaf, TensorLeaf
+from .leaves import Leaf, ObjectLeaf
 from .read import Found, build
 from .safe_stores import open_shards, shard_names
 from .stores import Store, open_store
@@ -75,9 +75,7 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
     side, names = side_leaves(folder)
     if any(leaf.path[0] == META for leaf in side):
         kind = "lightning" if _is_lightning(side) else kind
-    elif kind == "plain" and _is_torchtitan(leaves):
-        kind = "torchtitan"
-    said = f"metadata {', '.join(sorted(versions))}" + (f", {kind}" if kind != "plain" else "")
+    said = f"metadata {', '.join(sorted(versions))}"
     return build(
         Found(
             root=folder,
@@ -175,7 +173,3 @@ def _is_lightning(side: Iterable[Leaf]) -> bool:
             return "pytorch-lightning_version" in leaf.value.obj
     return False
 
-
-def _is_torchtitan(leaves: Iterable[Leaf]) -> bool:
-    """Parameters at the top level: torchtitan alone saves them so (components/checkpoint.py)."""
-    return any(isinstance(leaf, TensorLeaf) and len(leaf.path) == 1 for leaf in leaves)

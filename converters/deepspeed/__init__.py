@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
-from reshard.errors import FormatError
 from reshard.format import Declaration, OpenOptions, WriteOptions
 from reshard.topology import Target
 
@@ -19,7 +18,7 @@ class DeepSpeed:
 
     name: str = "deepspeed"
     summary: str = "mp_rank_*_model_states.pt, *zero_pp_rank_*_optim_states.pt"
-    writes: bool = False
+    writes: bool = True
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
@@ -37,7 +36,9 @@ class DeepSpeed:
 
     def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
         """Lay out a target."""
-        raise FormatError("deepspeed is not written yet")
+        from .write import declare_native
+
+        return declare_native(source, target, options)
 
 
 FORMATS = (DeepSpeed(),)

@@ -128,11 +128,13 @@ def _topology(
         place = replace(place, dp=dp or 1)
         where = "the --like checkpoint's" if like else "the source's"
         notes.append(f"dp={dp or 1}: " + (where if dp else "not said, and the source has none"))
-    if like is not None or own is not None:
-        base = like or own
-        assert base is not None
-        if "ep" not in known and base.experts is not None and target.degrees == {}:
-            place = replace(place, ep=base.experts.ep)
+    if like is not None and not known:
+        place = replace(
+            place,
+            tp=_tp(like),
+            pp=len(like.pipeline.stages) if like.pipeline else 1,
+            ep=like.experts.ep if like.experts else 1,
+        )
     return place
 
 

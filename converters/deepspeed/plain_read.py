@@ -57,7 +57,7 @@ def plain_groups(table: object, grid: Grid, names: Names) -> tuple[tuple[Group, 
 
     Raises FormatError if more than one naming fits.
     """
-    from .read import FlatHolder, Table, WholeHolder, _add, merged
+    from .read import FlatHolder, Table, WholeHolder, _add, merged, set_stages
 
     assert isinstance(table, Table)
     per_mp: list[list[Group]] = []

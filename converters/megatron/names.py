@@ -351,6 +351,12 @@ _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
         (r".*\.mlp\.(?:shared_experts\.|experts\.\d+\.)?linear_fc2\.bias", None),
         (r".*\.mlp\.router\.(?:weight|bias|expert_bias)", None),
         (r".*\.mlp\.shared_experts\.gate_weight", None),
+        # gated delta net: torch_dist keeps the sections apart (gated_delta_net.py @ core_v0.16.1)
+        (r".*\.self_attention\.in_proj\.weight\.(?:query|key|value|z|beta|alpha)", 0),
+        (r".*\.self_attention\.conv1d\.weight\.(?:query|key|value)", 0),
+        (r".*\.self_attention\.(?:A_log|dt_bias)", 0),
+        (r".*\.self_attention\.out_proj\.weight", 1),
+        (r".*\.self_attention\.(?:out_norm\.weight|in_proj\.layer_norm_weight)", None),
         (r"mtp\.layers\.\d+\.eh_proj\.weight", 0),
     )
 )

@@ -1,0 +1,228 @@
+"""What of a source that is not a tensor a target of DeepSpeed carries, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard.checkpoint import Checkpoint, Json
+from reshard.format import Fate, Loss
+
+from .goal import Goal
+from .native import Native
+from .recut import affine_map, cut_axis
+from .sheet import Sheet, dynamic_scaler, static_scaler
+from .values import plain, strange_names
+
+#: Entries of a client's state that are random states by their names: they are of one rank.
+_RANDOM = ("rng", "random_state")
+
+
+def settings_entries(sheet: Sheet, aim: Goal) -> dict[object, object]:
+    """loss_scaler, dynamic_loss_scale, overflow and clip_grad of an optimizer file.
+
+    ZeRO 3 needs all but the last. ZeRO 0's wrappers keep a scaler's counters instead of one.
+    """
+    found = dict(sheet.entries(aim.settings))
+    fp16 = any(aim.kind(n) == "float16" for g in aim.groups for n in g.members)
+    dynamic = found.get("dynamic_loss_scale", fp16)
+    scale = found.get("cur_scale", 1.0)
+    out: dict[object, object] = {
+        "loss_scaler": found.get("loss_scaler"),
+        "dynamic_loss_scale": bool(dynamic),
+        "overflow": bool(found.get("overflow", False)),
+    }
+    if out["loss_scaler"] is None:
+        counters = {str(k): v for k, v in found.items()}
+        fixed = static_scaler(float(scale) if isinstance(scale, (int, float)) else 1.0)
+        out["loss_scaler"] = dynamic_scaler(counters) if dynamic else fixed
+    clip = found.get("clip_grad", aim.config.get("gradient_clipping"))
+    if aim.stage != 3 and isinstance(clip, (int, float)):
+        out["clip_grad"] = clip
+    return out
+
+
+def config_of(aim: Goal) -> Mapping[object, object]:
+    """ds_config as recorded, with the target's stage."""
+    if strange_names(dict(aim.config)):
+        return {"zero_optimization": {"stage": aim.stage}}
+    zero = aim.config.get("zero_optimization")
+    changed: dict[object, object] = dict(zero) if isinstance(zero, Mapping) else {}
+    changed["stage"] = aim.stage
+    if aim.stage == 3:
+        changed["sub_group_size"] = aim.sub_group_size
+        for key in ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"):
+            changed.pop(key, None)
+    changed.pop("elastic_checkpoint", None)
+    return {**aim.config, "zero_optimization": changed}
+
+
+def carried_entries(
+    sheet: Sheet, source: Checkpoint, aim: Goal, mp: int, dp: int
+) -> dict[object, object]:
+    """Everything of a model-states file beside the module and its shapes."""
+    own = dict(sheet.entries(aim.top))
+    out: dict[object, object] = {
+        "lr_scheduler": own.pop("lr_scheduler", None),
+        "data_sampler": own.pop("data_sampler", None),
+        "random_ltd": own.pop("random_ltd", None),
+        "skipped_steps": own.pop("skipped_steps", 0),
+        "global_steps": own.pop("global_steps", aim.iteration),
+        "global_samples": own.pop("global_samples", _samples(source, aim)),
+        "dp_world_size": aim.dp,
+        "mp_world_size": aim.mp,
+        "checkpoint_parallel_dimensions": {
+            "pp_degree": aim.topology.pp,
+            "tp_degree": aim.topology.tp,
+        },
+        "ds_config": dict(config_of(aim)),
+        "ds_version": own.pop("ds_version", None) or "0.19.8",
+        **own,
+    }
+    if aim.affine:
+        out["universal_checkpoint_info"] = tp_info(aim)
+    for key, value in sheet.entries(aim.client).items():
+        if key not in out:
+            out[key] = value
+    return out
+
+
+def _samples(source: Checkpoint, aim: Goal) -> int:
+    found = source.extras.get("global_samples", source.extras.get("consumed_train_samples"))
+    if isinstance(found, int):
+        return found
+    batch = aim.config.get("train_batch_size")
+    return aim.iteration * (batch if isinstance(batch, int) else 0)
+
+
+def tp_info(aim: Goal) -> dict[str, object]:
+    """universal_checkpoint_info of AutoTP: patterns and the affine map.
+
+    Source: module_inject/layers.py, universal_checkpoint_info of fixtures tp2_* @ 0.19.8.
+    """
+    import re
+
+    def pattern(name: str) -> str:
+        return f"^{re.escape(name)}$"
+
+    axes = {n: cut_axis(n, c) for n, c in aim.affine.items()}
+    vocab = [n for n in axes if axes[n] == 0 and n.endswith(("lm_head.weight", "embed_out.weight"))]
+    info: dict[str, object] = {
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_row_parallelism_patterns": [pattern(n) for n in axes if axes[n] == 1],
+        "tp_replicated_parameter_patterns": [pattern(n) for n in axes if axes[n] is None],
+        "vocabulary_parameter_patterns": [pattern(n) for n in vocab],
+        "parameter_with_sub_params": [],
+        "autotp_unsupported_parameter_patterns": {},
+    }
+    if vocab:
+        info["original_vocab_size"] = aim.affine[vocab[0]].shape[0]
+    info["affine_map"] = affine_map(aim.affine)
+    return info
+
+
+# --- what becomes of each field ------------------------------------------------------------------
+
+
+def _random(key: str) -> bool:
+    return any(part in key for part in _RANDOM)
+
+
+def fates_of(source: Checkpoint, aim: Goal) -> tuple[Fate, ...]:
+    """The fate of every field of the source that is not a tensor."""
+    own = source.native if isinstance(source.native, Native) else None
+    out: list[Fate] = []
+    if own is None:
+        for path in source.extras:
+            kept = path in ("global_samples", "consumed_train_samples")
+            out.append(
+                Fate(path, "keep" if kept else "drop",
+                     "" if kept else "another framework's field, with no place in DeepSpeed's files")
+            )  # fmt: skip
+    else:
+        out += _own_fates(own, aim)
+    changed = {
+        "dp_world_size": aim.dp, "mp_world_size": aim.mp, "param_shapes": "in the target's order",
+        "group_paddings": "computed anew", "partition_count": aim.dp,
+        "ds_config.zero_optimization.stage": aim.stage,
+    }  # fmt: skip
+    out += [Fate(k, "derive", str(v)) for k, v in changed.items()]
+    if aim.groups:
+        out.append(Fate("param_groups", "keep" if not aim.elastic else "drop", "options of each"))
+        out.append(Fate("optimizer.step", "keep", "one counter a group"))
+    return tuple(out)
+
+
+def _own_fates(own: Native, aim: Goal) -> list[Fate]:
+    out: list[Fate] = []
+    top, client = own.top.obj, own.client.obj
+    for key, value in top.items() if isinstance(top, dict) else ():
+        if value is not None:
+            out.append(Fate(str(key), "keep"))
+    same = own.dp == aim.dp and (own.stage == 3) == (aim.stage == 3)
+    for key in client if isinstance(client, dict) else ():
+        detail = ""
+        if _random(str(key)) and not same:
+            detail = "rank 0's, in every file: the ranks' streams were not all saved or have changed"
+        out.append(Fate(f"client.{key}", "keep", detail))
+    out += [Fate(f"client.{key}", "drop", "names code that is not written") for key in own.refused]
+    settings = own.settings.obj
+    for key in settings if isinstance(settings, dict) else ():
+        out.append(Fate(f"optimizer.{key}", "keep"))
+    return out
+
+
+def losses_of(source: Checkpoint, aim: Goal) -> tuple[Loss, ...]:
+    """What the target will not have, beside tensors."""
+    own = source.native if isinstance(source.native, Native) else None
+    if own is None:
+        return tuple(
+            Loss("extra-dropped", path, "another framework's field")
+            for path in source.extras
+            if path not in ("global_samples", "consumed_train_samples")
+        )
+    out = [
+        Loss("extra-dropped", f"client.{key}", "names types that are not written again")
+        for key in own.refused
+    ]
+    client = own.client.obj
+    random = [str(k) for k in client if _random(str(k))] if isinstance(client, dict) else []
+    if random and own.stage == 3 and own.dp * aim.mp > 1:
+        out += [Loss("rng-copied", f"client.{key}", "rank 0's in every file") for key in random]
+    if strange_names(dict(aim.config)):
+        out.append(Loss("extra-dropped", "ds_config", "names types that are not written again"))
+    return tuple(out)
+
+
+def recipe_of(source: Checkpoint, aim: Goal) -> dict[str, Json]:
+    """What the job that resumes needs."""
+    world = aim.dp * aim.mp
+    batch = aim.config.get("train_batch_size")
+    own = source.native if isinstance(source.native, Native) else None
+    exact = own is not None and (own.dp, own.stage) == (aim.dp, aim.stage)
+    out: dict[str, Json] = {
+        "world_size": world,
+        "topology": str(aim.topology),
+        "config": {
+            "zero_optimization": plain(config_of(aim).get("zero_optimization")),
+            "train_batch_size": plain(batch),
+        },
+        "next_step_options": [
+            {k: plain((g.options or {}).get(k)) for k in ("lr", "betas", "eps", "weight_decay")}
+            for g in aim.groups
+        ],
+        "lr_scheduler": "in the checkpoint" if _scheduler(aim) else "not in the checkpoint",
+        "verdict": "exact" if exact else "same sample sequence",
+    }
+    if isinstance(batch, int) and batch % aim.dp == 0:
+        out["micro_batch_times_accumulation"] = batch // aim.dp
+    if not aim.groups:
+        out["verdict"] = "weights only"
+    if aim.elastic:
+        out["note"] = "the source recorded no optimizer options: the job's own are used"
+    return out
+
+
+def _scheduler(aim: Goal) -> bool:
+    return isinstance(aim.top.obj, dict) and aim.top.obj.get("lr_scheduler") is not None
+
+
