@@ -119,7 +119,7 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 def uncovered(whole: Box, boxes: Sequence[Box]) -> list[Box]:
     """What of `whole` no box covers, as disjoint boxes. Linear for a sorted cut of one axis."""
-    missing = [whole]
+    missing = [whole] if whole.numel else []
     for box in sorted(boxes):
         rest: list[Box] = []
         for part in missing:

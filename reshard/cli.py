@@ -420,5 +420,54 @@ def formats_command(as_json: bool) -> int:
     return 0
 
 
+@main.group("schemas", invoke_without_command=True)
+@_json_option
+@click.pass_context
+def schemas_command(context: click.Context, as_json: bool) -> None:
+    """Model families and the dialects each has names in."""
+    if context.invoked_subcommand is None:
+        _list_schemas(as_json=as_json)
+
+
+@_guarded
+def _list_schemas(as_json: bool) -> int:
+    from reshard.proof import listing
+    from reshard.schema import families
+
+    rows: list[Any] = [listing(f) for f in families().values()]
+    text = [
+        f"{r['name']:<12} {', '.join(r['dialects']):<28} {', '.join(r['model_types'])}"
+        for r in rows
+    ]
+    text += [f"{r['name']}: {d} refused: {why}" for r in rows for d, why in r["refused"].items()]
+    _emit({"status": "ok", "families": list(rows)}, text, as_json)
+    return 0
+
+
+@schemas_command.command("check")
+@click.argument("files", nargs=-1, metavar="FILE|NAME")
+@_json_option
+@_guarded
+def schemas_check_command(files: tuple[str, ...], as_json: bool) -> int:
+    """Prove family files: every logical tensor once per dialect, every element once."""
+    from reshard.families import named
+    from reshard.proof import prove
+    from reshard.schema import families
+
+    rows: list[Json] = []
+    text: list[str] = []
+    for name in files or tuple(families()):
+        family = named(name)
+        found = prove(family)
+        rows.append({"family": family.name, "proven": [p.shown() for p in found]})
+        text += [
+            f"{family.name}: example {p.example}: {p.dialect}: {p.logical} logical tensors in "
+            f"{p.stored} stored, each element once"
+            for p in found
+        ]
+    _emit({"status": "ok", "families": rows}, text, as_json)
+    return 0
+
+
 if __name__ == "__main__":
     main()

@@ -92,7 +92,7 @@ def recognised(
     if isinstance(own, Mapping):
         return of_config(own, listed, sure=schema is not None)
     args = {k.removeprefix(ARGS): v for k, v in checkpoint.extras.items() if k.startswith(ARGS)}
-    return of_args(args, listed) if args else None
+    return of_args(args, listed, sure=schema is not None) if args else None
 
 
 def of_config(
@@ -106,10 +106,12 @@ def of_config(
     return None
 
 
-def of_args(args: Mapping[str, Json], listed: Sequence[Family]) -> Known | None:
+def of_args(
+    args: Mapping[str, Json], listed: Sequence[Family], *, sure: bool = False
+) -> Known | None:
     """The family that a trainer's arguments describe, with a config made from them.
 
-    Raises CoverageError if more than one family fits.
+    `sure`: the only one listed, whatever the arguments say. Raises CoverageError if several fit.
     """
     lookup: Callable[[str], Value] = args.get
     fits = [
@@ -118,6 +120,8 @@ def of_args(args: Mapping[str, Json], listed: Sequence[Family]) -> Known | None:
         for kind, row in family.types.items()
         if row.when is not None and evaluate(row.when, lookup)
     ]
+    if not fits and sure:
+        fits = [(listed[0], next(iter(listed[0].types)))]
     if not fits:
         return None
     if len(fits) > 1:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.box import Box, row_major
+from reshard.checksums import NBYTES, crc32c
 from reshard.errors import CorruptError, FormatError
 from reshard.layout import Piece, StoredArray
 
@@ -21,17 +22,22 @@ Array = npt.NDArray[Any]
 _OPEN_FILES = 128
 #: A strided read takes the whole span if at most this many times the wanted bytes lie in it.
 _SPAN = 4
+_KEEP = 64 << 20
 
 
 class Files:
-    """The files below one folder, opened on demand, the least recently used one closed."""
+    """The files below one folder, opened on demand, the least recently used one closed.
 
-    def __init__(self, folder: Path, *, writable: bool = False) -> None:
+    `keep`: bytes of grains (arrays that are read whole) kept decoded; the last always is.
+    """
+
+    def __init__(self, folder: Path, *, writable: bool = False, keep: int = _KEEP) -> None:
         self.folder = folder
         self._flags = os.O_RDWR if writable else os.O_RDONLY
         self._open: OrderedDict[str, int] = OrderedDict()
         self._busy: dict[str, int] = {}
-        self._decoded: tuple[StoredArray, bytes] | None = None
+        self._grains: OrderedDict[StoredArray, Array] = OrderedDict()
+        self._keep = keep
         self._lock = threading.Lock()
         self._written: set[str] = set()
 
@@ -123,19 +129,43 @@ class Files:
         return out
 
     def _read_packed(self, piece: Piece, box: Box) -> Array:
-        """The values of `box` out of a compressed run, which is decoded whole; the last is kept."""
+        """The values of `box` out of a grain: an array that is read whole, the last ones kept."""
         array = piece.array
-        with self._lock:
-            held = self._decoded
-        if held is None or held[0] != array:
-            held = (array, self._decode(array))
-            with self._lock:
-                self._decoded = held
         strides = tuple(s * array.dtype.itemsize for s in piece.strides)
         start = piece.base_of(box) * array.dtype.itemsize
-        return np.ndarray(box.shape, array.dtype.numpy, held[1], start, strides).copy()
+        grain = self._grain(array)
+        return np.ndarray(box.shape, array.dtype.numpy, grain.data, start, strides).copy()
 
-    def _decode(self, array: StoredArray) -> bytes:
+    def _grain(self, array: StoredArray) -> Array:
+        """The bytes of a grain's elements."""
+        with self._lock:
+            found = self._grains.get(array)
+            if found is not None:
+                self._grains.move_to_end(array)
+                return found
+        made = self._checked(array) if array.codec == "crc32c" else self._decode(array)
+        with self._lock:
+            self._grains[array] = made
+            held = sum(g.nbytes for g in self._grains.values())
+            while held > self._keep and len(self._grains) > 1:
+                held -= self._grains.popitem(last=False)[1].nbytes
+        return made
+
+    def _checked(self, array: StoredArray) -> Array:
+        """The elements of an array with a CRC-32C behind them. Raises CorruptError if it is off."""
+        raw = np.empty(array.packed, np.uint8)
+        self.pread(array.file, array.offset, as_bytes(raw))
+        elements, stored = raw[:-NBYTES], raw[-NBYTES:]
+        found = crc32c(as_bytes(elements))
+        if found != int.from_bytes(stored.tobytes(), "little"):
+            raise CorruptError(
+                f"{self.folder / array.file}: {array.key}: {array.holder} at byte {array.offset}: "
+                f"its bytes have CRC-32C {found:08x}, {stored.tobytes()[::-1].hex()} is stored. "
+                "The data is damaged; copy it again."
+            )
+        return elements
+
+    def _decode(self, array: StoredArray) -> Array:
         """The elements of a compressed array."""
         where = self.folder / array.file
         if array.codec != "zstd":
@@ -158,7 +188,7 @@ class Files:
             raise CorruptError(
                 f"{where}: {array.key}: the zstd stream ends before its last element"
             )
-        return data[array.inner :]
+        return np.frombuffer(data, np.uint8)[array.inner :]
 
     def _read_into(self, piece: Piece, box: Box, out: Array) -> None:
         item = piece.array.dtype.itemsize

@@ -115,6 +115,54 @@ class Format(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What a converter's writers use of a checkpoint beyond its neutral fields, as JSON."""
+
+    state: Json
+    losses: tuple[Loss, ...] = ()  # what of it JSON cannot hold
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """A format whose `native` a store of another kind can keep, and give back to its writers.
+
+    `unpack` of what `pack` gave makes a `native` from which the format's writers write the same.
+    """
+
+    name: str
+
+    def pack(self, source: Checkpoint) -> Packed | None:
+        """The source's native as JSON, or None if another converter made it."""
+        ...
+
+    def unpack(self, state: Json, source: Checkpoint) -> object:
+        """The native of a checkpoint that has all its neutral fields.
+
+        Raises CorruptError for a state that is not one.
+        """
+        ...
+
+
+def pack(source: Checkpoint) -> tuple[str, Packed] | None:
+    """The name of the format that knows the source's native, and its native as JSON."""
+    if source.native is None:
+        return None
+    for form in sorted(formats()[0], key=lambda f: f.name != source.format):
+        packed = form.pack(source) if isinstance(form, Packs) else None
+        if packed is not None:
+            return form.name, packed
+    return None
+
+
+def unpack(name: str, state: Json, source: Checkpoint) -> object:
+    """The native that `pack` kept under a format's name. Raises FormatError if nobody reads it."""
+    form = find(name)
+    if not isinstance(form, Packs):
+        raise FormatError(f"format {name!r} does not read state that it once kept; update reshard")
+    return form.unpack(state, source)
+
+
 def _built_in() -> Iterator[Format]:
     package = importlib.import_module("reshard.converters")
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):

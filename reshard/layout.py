@@ -24,6 +24,7 @@ class StoredArray:
     name, for messages. `holder` names the rank or file group that wrote it, for messages.
     `codec` "zstd": the elements lie somewhere in a compressed run, read and written whole:
     bytes [offset, offset + packed) hold the stream, the elements start at byte `inner` of it.
+    `codec` "crc32c": the elements as they are, then their CRC-32C; read whole and checked.
     """
 
     file: str
@@ -33,7 +34,7 @@ class StoredArray:
     key: str
     holder: str = ""
     codec: str | None = None
-    packed: int = 0  # bytes of the compressed run
+    packed: int = 0  # bytes of the compressed run, or of elements and checksum
     inner: int = 0  # bytes into the decompressed run
 
     @property
@@ -177,10 +178,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Where the CRC-32 of an array's bytes is to be patched in (little-endian, 4 bytes each)."""
+    """Where the checksum of an array's bytes is to be patched in (little-endian, 4 bytes each)."""
 
     array: StoredArray
     at: tuple[int, ...]  # byte offsets in the same file, all after the array's end
+    kind: str = "crc32"  # or "crc32c"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +12,11 @@ import xxhash
 
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint
+from reshard.checksums import KINDS
 from reshard.errors import CorruptError, ReplicaError, VerifyError
 from reshard.files import Files, as_bytes, blocks, is_dense
 from reshard.fingerprint import Sum
-from reshard.layout import Draft, Piece
+from reshard.layout import Checksum, Draft, Piece
 from reshard.plan import cover
 from reshard.tensor import LogicalTensor, TensorId
 
@@ -40,12 +40,12 @@ class _Stream:
         self.files, self.name, self.at = files, name, 0
         self.digest = xxhash.xxh3_128()
         self.progress = progress
-        self.crcs: dict[int, tuple[int, tuple[int, ...]]] = {}  # array start -> end, patch offsets
+        self.crcs: dict[int, tuple[int, Checksum]] = {}  # array start -> end, what is wanted
         if draft is not None:
             for c in draft.checksums:
-                self.crcs[c.array.offset] = (c.array.offset + c.array.nbytes, c.at)
-        self.crc: int | None = None
-        self.crc_end, self.crc_at = -1, ()  # type: tuple[int, tuple[int, ...]]
+                self.crcs[c.array.offset] = (c.array.offset + c.array.nbytes, c)
+        self.crc = 0
+        self.current: tuple[int, Checksum] | None = None
 
     def take(self, n: int) -> Array:
         """The next n bytes."""
@@ -61,14 +61,15 @@ class _Stream:
     def _checksum(self, view: memoryview) -> None:
         found = self.crcs.get(self.at)
         if found is not None:
-            self.crc, (self.crc_end, self.crc_at) = 0, found
-        if self.crc is None:
+            self.crc, self.current = 0, found
+        if self.current is None:
             return
-        self.crc = zlib.crc32(view, self.crc)
-        if self.at + len(view) == self.crc_end:
-            for at in self.crc_at:
+        end, wanted = self.current
+        self.crc = KINDS[wanted.kind](view, self.crc)
+        if self.at + len(view) == end:
+            for at in wanted.at:
                 self.files.pwrite(self.name, at, memoryview(self.crc.to_bytes(4, "little")))
-            self.crc = None
+            self.current = None
 
     def skip_to(self, offset: int, block: int) -> None:
         """Read on to an offset, stopping at every array whose CRC is wanted."""

@@ -111,6 +111,7 @@ class Dialect:
     title: str
     args: Mapping[str, Any]  # the trainer's arguments, as expressions over the family's dimensions
     drop: tuple[str, ...]  # globs of buffers that are made anew
+    inherited: bool  # a family that extends another has its names too
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,7 @@ def _dialect(name: str, table: Mapping[str, Any]) -> Dialect:
         table.get("title", ""),
         table.get("args", {}),
         tuple(table.get("drop", ())),
+        table.get("inherited", True),
     )
 
 
@@ -214,7 +216,9 @@ def _family(table: Mapping[str, Any], where: str) -> Family:
     base = _base(table.get("extends"))
     removed = set(table.get("remove", ()))
     logical = {b: dict(m) for b, m in base.logical.items()}
-    entries = {d: {b: list(e) for b, e in m.items()} for d, m in base.entries.items()}
+    entries = {
+        d: {b: list(e) for b, e in m.items()} for d, m in base.entries.items() if known[d].inherited
+    }
     _forget(logical, entries, removed)
     for block, members in table.get("logical", {}).items():
         for name, row in members.items():

@@ -10,6 +10,7 @@ from reshard.errors import LayoutError, UsageError
 
 #: Degrees in the order they are printed.
 DEGREES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+_DEGREES = re.compile(r"(?:(?:zero|tp|pp|vpp|ep|etp|cp|dp)\d+)+")
 _RUN = re.compile(r"(?:(zero|tp|pp|vpp|ep|etp|cp|dp)(\d+))")
 
 
@@ -99,7 +100,8 @@ class Target:
 def parse_target(text: str) -> Target:
     """Take a TARGET apart. Items alone (`tp2pp4`) leave the format open.
 
-    Raises UsageError for what is neither a run of degrees nor key=value.
+    A comma belongs to the value before it where neither key=value nor a run of degrees follows
+    (`layout=Et*3|(tt|)*29,m|L`). Raises UsageError for what is neither.
     """
     head, colon, tail = text.partition(":")
     if not colon and (_RUN.match(head) is not None or "=" in head):
@@ -107,12 +109,15 @@ def parse_target(text: str) -> Target:
     name, _, variant = head.partition(".")
     degrees: dict[str, int] = {}
     options: dict[str, str] = {}
+    last = ""
     for item in filter(None, tail.split(",")):
         key, equals, value = item.partition("=")
         if equals:
             if key in options:
                 raise UsageError(f"{text!r} names {key} twice")
-            options[key] = value
+            options[key], last = value, key
+        elif last and _DEGREES.fullmatch(item) is None:
+            options[last] += f",{item}"
         else:
             for degree, n in parse_degrees(item).items():
                 if degree in degrees:

@@ -25,7 +25,7 @@ ORDER = (
     {"containers"},
     {"format", "checkpoint"},
     {"families", "translate"},
-    {"plan", "migrate", "fingerprint", "rounding", "families", "translate", "crossing"},
+    {"plan", "migrate", "fingerprint", "rounding", "families", "translate", "crossing", "proof"},
     {"engine", "device", "readback"},
     {"commit", "manifest"},
     {"verify", "diff", "inspect", "convert"},

@@ -161,6 +161,7 @@ def stacked(own: str, truth: dict[tuple[str, str], Any], slot: str) -> tuple[str
         ("h-llama-uneven-pp2", "tp2pp2,split=3-1"),
         ("h-llama-uneven-pp2", "pp2,first=1"),
         ("h-llama-tp2pp2", "pp2vpp2,layout=Et|t|t|tL"),
+        ("h-mtp-pp2", "tp2pp2,layout=Ett|tt,m,L"),
         ("made-moe-pp2ep2-dpr", "ep1"),
         ("made-moe-pp2ep1-dpr", "ep4pp2"),
         ("g-v019-tp2pp2dp2", "tp4pp2dp1"),

@@ -120,6 +120,12 @@ def _check_zero3(aim: Goal) -> None:
         raise LayoutError("a PipelineModule runs under ZeRO 1 at most; zero3 cannot be")
     if aim.experts is not None:
         raise FormatError("DeepSpeed-MoE under ZeRO 3 is not written")
+    if aim.elastic:
+        raise FormatError(
+            "an elastic checkpoint records no optimizer options (learning rate, betas, decay), and "
+            "ZeRO 3 loads them. Give --like DIR, a checkpoint of the job that will resume, or write "
+            "zero1 or zero2, which keep the job's own."
+        )
     if any(g.whole for g in aim.groups):
         raise FormatError("Muon's whole matrices under ZeRO 3 are not written; use zero1 or zero2")
 

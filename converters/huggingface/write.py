@@ -78,7 +78,7 @@ def _tensors(
             continue
         weight = TensorId(name) in present
         dtype = own.dtype if weight else _said(source) or own.dtype
-        if asked is not None and own.dtype.floating and not own.fixed:
+        if asked is not None and own.dtype.floating and not _kept(own, asked):
             dtype = asked
         out[TensorId(name)] = LogicalTensor(TensorId(name), own.shape, dtype, fixed=own.fixed)
     if not out:
@@ -92,6 +92,11 @@ def _tensors(
         for slot, n in sorted(left.items())
     ]
     return out, losses
+
+
+def _kept(own: LogicalTensor, asked: DType) -> bool:
+    """Whether a tensor keeps its dtype: a router or its correction bias is never narrowed."""
+    return own.fixed and asked.itemsize < own.dtype.itemsize
 
 
 def _said(source: Checkpoint) -> DType | None:

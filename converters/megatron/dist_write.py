@@ -172,7 +172,8 @@ def _tensors(source: Checkpoint, aim: Goal, options: WriteOptions) -> dict[Tenso
             continue
         dtype = logical.dtype
         if weight is not None and tensor.slot == PARAM and logical.dtype.floating:
-            dtype = logical.dtype if names.is_buffer(tensor.name) else weight
+            fixed = logical.fixed or names.is_buffer(tensor.name)
+            dtype = logical.dtype if fixed else weight
         out[tensor] = _target(tensor, logical, aim, dtype)
         lone = TensorId(tensor.name, PARAM)
         if tensor.slot == MASTER and lone not in present:

@@ -20,6 +20,7 @@ from . import names
 from .dist_read import true_shape
 from .legacy_ranks import RankFile
 from .names import Rule
+from .qkv_order import row_order
 from .shards import global_shape, shard
 from .sizes import Sizes
 
@@ -90,6 +91,7 @@ class Holdings:
     model: Sizes
     topology: Topology
     mla_down: bool | None
+    version: float = 3.0  # checkpoint_version, which says how fused attention rows lie
     tensors: dict[TensorId, LogicalTensor] = field(default_factory=dict)
     tables: dict[tuple[Entry, ...], Table] = field(default_factory=dict)
     index: dict[TensorId, list[tuple[Table, int]]] = field(default_factory=dict)
@@ -111,7 +113,11 @@ class Holdings:
     def _declare(self, entry: Entry, file: str) -> None:
         shape = global_shape(entry.spot.shape, self.rule(entry.tensor.name), self.topology)
         true, padded = true_shape(entry.tensor.name, shape, self.model)
-        made = LogicalTensor(entry.tensor, true, entry.dtype, padded, entry.spot.own)
+        order = row_order(self.version, entry.tensor.name, self.model)
+        factors = None if order is None else order.factors(entry.tensor.name, true)
+        made = LogicalTensor(
+            entry.tensor, true, entry.dtype, padded, entry.spot.own, factors=factors
+        )
         known = self.tensors.setdefault(entry.tensor, made)
         if (known.extent, known.dtype) != (made.extent, made.dtype):
             raise CorruptError(
@@ -138,9 +144,11 @@ class Holdings:
         out: list[Piece] = []
         logical = self.tensors[tensor]
         rule = self.rule(tensor.name)
+        order = row_order(self.version, tensor.name, self.model)
         for table, i in self.index[tensor]:
             entry = table.entries[i]
             steps = entry.spot.strides
+            lying = steps if order is None else order.strides(tensor.name, entry.spot.shape)
             for held in table.held:
                 array = StoredArray(
                     held.file, int(held.offsets[i]), entry.stored, entry.dtype, entry.key,
@@ -150,7 +158,8 @@ class Holdings:
                 for p in part.parts:
                     first = sum(s * a for s, a in zip(steps, p.at, strict=True))
                     base = entry.base + entry.spot.base + first
-                    out.append(Piece(p.box, array, base, steps))
+                    box = p.box if order is None else order.box(tensor.name, p.box)
+                    out.append(Piece(box, array, base, lying))
         return out
 
 
@@ -189,7 +198,7 @@ def spots_of(
 
 def own_name(key: str, canonical: str) -> str | None:
     """A legacy name with the layer and expert counted globally, where it is not the canonical."""
-    m = re.search(r"^(.*(?:decoder|mtp)\.layers\.)\d+(\..+)$", key)
+    m = re.search(r"^(.*(?:decoder|encoder|transformer|mtp)\.layers\.)\d+(\..+)$", key)
     c = re.match(r"(?:decoder|mtp)\.layers\.(\d+)\.(?:.*mlp\.experts\.(\d+)\.)?", canonical)
     if m is None or c is None:
         return None if key == canonical else key

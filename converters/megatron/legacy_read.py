@@ -17,7 +17,7 @@ from reshard.layout import Layout, Piece
 from reshard.tensor import PARAM, TensorId
 from reshard.topology import Topology
 
-from . import names, precision_aware, run
+from . import names, nested_names, precision_aware, run
 from .carry import Carried, carry, fields_of, mapping, plain
 from .legacy_held import Entry, Experts, Holdings, Param, Spot, spots_of
 from .legacy_optim import OptimizerReader
@@ -61,7 +61,8 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
         if root.get("rng_state") is not None:
             position = (rank.stage, rank.place.tp, rank.place.dp)[: len(grid)]
             rng[position] = _rng(file, root, position)
-    native = replace(native, optimizer=reader.optimizer(), rng=rng, rng_grid=grid)
+    common = {**native.common, "checkpoint_version": 3.0}  # what is read is in today's order
+    native = replace(native, common=common, optimizer=reader.optimizer(), rng=rng, rng_grid=grid)
     tensors = dict(holdings.tensors)
     pieces: Callable[[TensorId], Sequence[Piece]] = holdings.pieces
     if not options.weights_only:
@@ -70,7 +71,7 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
     return Checkpoint(
         path=folder,
         format=NAME,
-        version=f"torch, checkpoint_version {native.common.get('checkpoint_version')}",
+        version=f"torch, checkpoint_version {holdings.version}",
         topology=native.topology,
         layout=Layout(tensors, pieces, "megatron"),
         files=tuple(f for rank in files for f in (rank.model, *reader.buffers(rank))),
@@ -94,8 +95,7 @@ def _start(folder: Path, options: OpenOptions) -> tuple[Run, Holdings]:
     where = folder / first / MODEL
     file = torchfile.load(where, f"{first}/{where.name}")
     root = mapping(file.root, str(where))
-    args = fields_of(root["args"], str(where)) if root.get("args") is not None else {}
-    _refuse_old(root, where)
+    args = _args(root, where)
     model = sizes(args)
     if options.vocab_size is not None:
         model = replace(model, vocab=options.vocab_size)
@@ -120,22 +120,24 @@ def _start(folder: Path, options: OpenOptions) -> tuple[Run, Holdings]:
         legacy_extra=True,
         unread=_unread(root, where),
     )
-    return native, Holdings(model, degrees, native.mla_down)
+    return native, Holdings(model, degrees, native.mla_down, _version(root, where))
 
 
-def _refuse_old(root: Mapping[object, object], where: Path) -> None:
+def _args(root: Mapping[object, object], where: Path) -> dict[str, object]:
+    """The fields of the args; a model from before megatron-core becomes one of megatron-core."""
+    args = fields_of(root["args"], str(where)) if root.get("args") is not None else {}
+    return {**args, "use_legacy_models": False} if args.get("use_legacy_models") else args
+
+
+def _version(root: Mapping[object, object], where: Path) -> float:
+    """The checkpoint_version; the oldest checkpoints do not say theirs, which is 0.
+
+    Source: megatron/training/checkpointing.py load_checkpoint @ core_v0.16.1.
+    """
     version = root.get("checkpoint_version", 0)
-    model = root.get("model")
-    if isinstance(model, Mapping) and "language_model" in model:
-        raise FormatError(
-            f"{where}: names from before megatron-core (language_model.…, checkpoint_version "
-            f"{version}) are not read yet"
-        )
-    if not isinstance(version, int | float) or version < 3:
-        raise FormatError(
-            f"{where}: checkpoint_version {plain(version)}, whose fused QKV rows lie in another "
-            "order, is not read yet; 3.0 is"
-        )
+    if isinstance(version, bool) or version not in (0, 1, 2, 3):
+        raise FormatError(f"{where}: checkpoint_version {plain(version)} is not known")
+    return float(version)
 
 
 def _chunks(root: Mapping[object, object], where: Path) -> list[Mapping[object, object]]:
@@ -144,7 +146,8 @@ def _chunks(root: Mapping[object, object], where: Path) -> list[Mapping[object, 
     wanted = ["model"] if "model" in found else [f"model{i}" for i in range(len(found))]
     if not found or sorted(found) != sorted(wanted):
         raise CorruptError(f"{where}: holds the models {found}, not model or model0, model1, …")
-    return [mapping(root[k], f"{where}: {k}") for k in wanted]
+    models = [mapping(root[k], f"{where}: {k}") for k in wanted]
+    return [nested_names.flat(m) if nested_names.is_nested(m) else m for m in models]
 
 
 def _spec(keys: Sequence[str]) -> str:
@@ -244,7 +247,7 @@ class Head:
                     f"{where}: {key} is {plain(other)}, {plain(value)} in the first rank file. "
                     "Two checkpoints are mixed in this folder."
                 )
-        args = fields_of(root["args"], str(where)) if root.get("args") is not None else {}
+        args = _args(root, where)
         if bool(args) != bool(self.args) or sizes(args) != self.model:
             raise CorruptError(f"{where}: its args describe another model than the first file's")
         if args:
@@ -289,7 +292,8 @@ def _params(
 
 def _check_layers(chunk: Chunk, model: Mapping[object, object], where: Path) -> None:
     """Raises CorruptError if a layer of the chunk has no tensor."""
-    held = {m[1] for k in model if (m := re.search(r"decoder\.layers\.(\d+)\.", str(k)))}
+    found = (re.search(r"decoder\.layers\.(\d+)\.", nested_names.current(str(k))) for k in model)
+    held = {m[1] for m in found if m is not None}
     for local, layer in enumerate(chunk.layers):
         if str(local) not in held:
             raise CorruptError(

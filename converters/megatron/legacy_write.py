@@ -60,7 +60,8 @@ class Shape:
         found = self.logical(name)
         if found.id.slot == MASTER:
             return self.dtype or named("bfloat16")
-        if self.dtype is None or names.is_buffer(name) or not found.dtype.floating:
+        fixed = found.fixed or names.is_buffer(name) or not found.dtype.floating
+        if self.dtype is None or fixed:
             return found.dtype
         return self.dtype
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from reshard.errors import FormatError, LayoutError
 
+from . import nested_names
 from .sizes import LEGACY_GROUPED, SEQUENTIAL, TE, TE_GROUPED, Sizes, need
 from .stages import Chunk
 
@@ -251,7 +252,7 @@ def from_legacy(
     this rank. `tied`: `output_layer.weight` is the last stage's copy of the embedding.
     Raises FormatError for a local layer that the stage does not have.
     """
-    name = _unwrapped(name)
+    name = _unwrapped(nested_names.current(name))
     if name.rpartition(".")[2] == EXTRA_STATE:
         return LegacyName(None, "extra_state")
     if tied and name == "output_layer.weight":

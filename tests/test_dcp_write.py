@@ -1,0 +1,184 @@
+"""DCP and plain state dicts as targets: the same state under every key layout and cut."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import reshard
+from peers.dcp_cases import run_writer
+from reshard.containers import dcp
+from reshard.errors import LossError, UsageError
+
+Unpacked = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_writer("forms", tmp_path_factory.mktemp("forms"))
+
+
+def converted(source: Path, target: Path, to: str, **options: object) -> Path:
+    """The checkpoint that a conversion wrote."""
+    report = reshard.convert(source, target, to, **options)
+    assert report["status"] == "ok"
+    return Path(str(report["path"]))
+
+
+def assert_equal(left: Path, right: Path, *, extras: bool = False) -> None:
+    report = reshard.diff(left, right, extras=extras)
+    assert report["differences"] == []
+
+
+@pytest.mark.parametrize(
+    ("fixture", "inner", "to"),
+    [
+        ("dcp/fsdp2_w2_fp32", "checkpoint", "dcp:dp5"),
+        ("dcp/fsdp2_w4_uneven", "checkpoint", "dcp:dp3"),
+        ("dcp/fsdp2_w4_uneven", "checkpoint", "dcp:chunk=1KiB"),
+        ("dcp/fsdp2_w2_uneven_flat", "checkpoint", "dp1"),
+        ("dcp/fsdp2_tp_2x2", "checkpoint", "dcp:dp2"),
+        ("dcp/accelerate_fsdp2_w2_sharded", "checkpoint", "dp4"),
+        ("dcp/torchtitan_w2", "checkpoint/step-4", "dcp"),
+        ("wrappers/lightning_fsdp2_dp2_fp32", "ckpt/epoch=1-step=6.ckpt", "dp3"),
+        ("wrappers/trainer_fsdp2_dp2_bf16", "ckpt/checkpoint-6", "dp1"),
+    ],
+)
+def test_a_reshard_within_a_kind_loses_nothing(
+    unpacked: Unpacked, tmp_path: Path, fixture: str, inner: str, to: str
+):
+    source = unpacked(fixture) / inner
+    report = reshard.plan(source, to)
+    assert report["losses"] == []
+    made = converted(source, tmp_path / "out", to)
+    assert_equal(source, made, extras=True)
+
+
+@pytest.mark.parametrize("to", ["dcp.accelerate:dp2", "dcp.torchtitan", "dcp:flat=yes", "torch"])
+def test_every_key_layout_holds_the_same_state(unpacked: Unpacked, tmp_path: Path, to: str):
+    source = unpacked("dcp/fsdp2_w4_uneven") / "checkpoint"
+    made = converted(source, tmp_path / "there", to)
+    assert_equal(source, made)
+    back = converted(made, tmp_path / "back", "dcp.plain:dp4")
+    assert_equal(source, back)
+    keys = dcp.read_metadata(back)
+    assert keys.tensors.keys() >= {
+        "model.model.norm.weight",
+        "optim.state.model.norm.weight.exp_avg",
+        "optim.state.model.norm.weight.step",
+    }
+    assert "lr_scheduler.last_epoch" in keys.objects
+
+
+def test_rows_are_cut_as_torch_chunk_cuts_them(unpacked: Unpacked, tmp_path: Path):
+    """6 rows for 4 ranks: 2, 2, 2 and none; 503 rows: 126, 126, 126, 125."""
+    source = unpacked("dcp/fsdp2_w4_uneven") / "checkpoint"
+    made = dcp.read_metadata(converted(source, tmp_path / "out", "dcp:dp4"))
+    ours = {k: [c.sizes for c in e.chunks] for k, e in made.tensors.items()}
+    theirs = {
+        k: [c.sizes for c in sorted(e.chunks, key=lambda c: c.offsets)]
+        for k, e in dcp.read_metadata(source).tensors.items()
+    }
+    assert ours == theirs
+    assert ours["model.model.layers.0.self_attn.k_proj.weight"] == [(2, 30)] * 3
+
+
+def test_planner_data_gives_the_nesting_that_torch_gave(unpacked: Unpacked, tmp_path: Path):
+    source = unpacked("dcp/fsdp2_w2_fp32") / "checkpoint"
+    made = converted(source, tmp_path / "out", "dcp:dp3")
+    assert dcp.read_metadata(made).planner_data == dcp.read_metadata(source).planner_data
+
+
+def test_options_that_older_torch_lacks_are_filled_and_declared(forms: Path, tmp_path: Path):
+    source = forms / "old-options"
+    made = reshard.open(converted(source, tmp_path / "out", "dcp")).checkpoint
+    assert made.groups is not None
+    assert all(g.options["decoupled_weight_decay"] is False for g in made.groups)
+    fates = reshard.plan(source, "dcp")["fates"]
+    assert isinstance(fates, list)
+    filled = {f["path"] for f in fates if isinstance(f, dict) and f["kind"] == "derive"}
+    assert filled == {"param_groups.decoupled_weight_decay", "param_groups.fused"}
+
+
+def test_hidden_classes_are_shown_and_never_written_again(forms: Path, tmp_path: Path):
+    source = forms / "hidden"
+    shown = reshard.open(source).extras
+    assert "peers.dcp_make.Hidden" in str(shown["hidden"]) or "__main__.Hidden" in str(
+        shown["hidden"]
+    )
+    made = converted(source, tmp_path / "out", "dcp:dp2")
+    for file in made.iterdir():
+        assert b"Hidden" not in file.read_bytes() or file.name.startswith("reshard")
+    kept = reshard.open(made).extras
+    assert "hidden" not in kept
+    assert kept["plain.epoch"] == 3
+    assert kept["rng"] == shown["rng"]
+    losses = reshard.plan(source, "dcp")["losses"]
+    assert isinstance(losses, list)
+    assert [(x["code"], x["what"]) for x in losses if isinstance(x, dict)] == [
+        ("extra-dropped", "hidden")
+    ]
+    with pytest.raises(LossError, match="hidden"):
+        reshard.convert(source, tmp_path / "strict", "dcp", strict=True)
+
+
+def test_weights_alone_leave_the_rest_behind(unpacked: Unpacked, tmp_path: Path):
+    source = unpacked("dcp/fsdp2_w2_fp32") / "checkpoint"
+    made = converted(source, tmp_path / "out", "dcp:dp2", weights_only=True, dtype="bf16")
+    held = dcp.read_metadata(made)
+    assert len(held.tensors) == 21
+    assert held.objects == {}
+    assert {e.dtype.name for e in held.tensors.values()} == {"bfloat16"}
+
+
+def test_like_takes_keys_and_groups_of_the_reference(unpacked: Unpacked, tmp_path: Path):
+    source = unpacked("dcp/fsdp2_w4_uneven") / "checkpoint"
+    like = unpacked("dcp/fsdp2_w2_uneven_flat") / "checkpoint"
+    made = converted(source, tmp_path / "out", None, like=str(like))
+    ours, theirs = dcp.read_metadata(made), dcp.read_metadata(like)
+    assert ours.tensors.keys() == theirs.tensors.keys() | {"rng.rank2", "rng.rank3"}
+    assert ours.objects.keys() == theirs.objects.keys()
+    assert_equal(source, made)
+
+
+def test_per_rank_data_loaders_are_not_dealt_out_in_silence(unpacked: Unpacked, tmp_path: Path):
+    source = unpacked("dcp/torchtitan_w2") / "checkpoint" / "step-4"
+    with pytest.raises(LossError, match="opaque states of 1 ranks' data loaders"):
+        reshard.plan(source, "dcp:dp4")
+    reset = reshard.open(converted(source, tmp_path / "a", "dcp:dp4,data=reset")).extras
+    assert not [path for path in reset if path.startswith("dataloader")]
+    first = reshard.open(converted(source, tmp_path / "b", "dcp:dp4,data=rank0")).extras
+    assert [p for p in first if p.startswith("dataloader.dp_rank_")] == [
+        f"dataloader.dp_rank_{r}" for r in range(4)
+    ]
+
+
+def test_a_model_that_no_family_knows_converts_within_its_names(forms: Path, tmp_path: Path):
+    made = converted(forms / "nested", tmp_path / "out", "dcp:dp3")
+    assert_equal(forms / "nested", made, extras=True)
+    assert "app.ema.0.weight" in dcp.read_metadata(made).tensors
+
+
+def test_an_option_or_variant_that_is_not_known_is_named(unpacked: Unpacked):
+    source = unpacked("dcp/fsdp2_w2_fp32") / "checkpoint"
+    for to, said in (
+        ("dcp.fsdp9", "dcp.fsdp9 is not known"),
+        ("dcp:chunk=1kb", "write a size as 256MiB"),
+        ("dcp:zero=3", "option 'zero' is not known"),
+        ("dcp:vpp2", "has no degree vpp"),
+        ("torch:dp2", "has no degrees"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            reshard.plan(source, to)
+
+
+def test_a_plain_state_dict_is_read_from_the_file_or_its_folder(unpacked: Unpacked, tmp_path: Path):
+    source = unpacked("dcp/fsdp2_w2_bf16_tied") / "checkpoint"
+    made = converted(source, tmp_path / "out", "torch:file=state.pt")
+    assert_equal(source, made, extras=True)
+    alone = tmp_path / "alone.pt"
+    shutil.copy(made / "state.pt", alone)
+    assert_equal(source, alone, extras=True)
