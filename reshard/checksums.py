@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 
 import google_crc32c
+from isal import isal_zlib
 import numpy as np
 
 #: Bytes of one checksum, little-endian wherever it is stored.
@@ -25,4 +25,4 @@ def crc32c(data: memoryview | bytes, start: int = 0) -> int:
 
 
 #: How a checksum of each kind goes on: (bytes, what came before) -> value.
-KINDS: Mapping[str, Callable[[memoryview, int], int]] = {"crc32": zlib.crc32, "crc32c": crc32c}
+KINDS: Mapping[str, Callable[[memoryview, int], int]] = {"crc32": isal_zlib.crc32, "crc32c": crc32c}

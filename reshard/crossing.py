@@ -9,7 +9,7 @@ from reshard import translate as translation
 from reshard.checkpoint import Checkpoint
 from reshard.dtypes import named
 from reshard.errors import CoverageError, LossError
-from reshard.families import CONFIG, recognised
+from reshard.families import ARGS, CONFIG, recognised
 from reshard.format import Format, Loss
 from reshard.schema import dialects
 from reshard.topology import Target
@@ -91,7 +91,11 @@ def dequantised(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> 
 def _unknown(checkpoint: Checkpoint, naming: str) -> str:
     config = checkpoint.extras.get(CONFIG)
     kind = config.get("model_type") if isinstance(config, Mapping) else None
-    said = f"model_type {kind!r} is in no family" if kind else "nothing says what model it is"
+    said = "nothing says what model it is"
+    if kind is not None:
+        said = f"model_type {kind!r} is in no family"
+    elif any(k.startswith(ARGS) for k in checkpoint.extras):
+        said = "its arguments describe no known family"
     return (
         f"{checkpoint.path}: its tensors are named as {checkpoint.layout.naming!r}, the target's "
         f"as {naming!r}, and {said}. Give the model's config with --config DIR, or a family with "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.box import Box
+from reshard.checksums import KINDS
 from reshard.errors import ReplicaError
 from reshard.files import Files, as_bytes, blocks, is_dense
 from reshard.fingerprint import Sum
@@ -59,7 +59,7 @@ class Checksums:
         if start != done:
             return  # not front to back: the cold reading takes it
         data = as_bytes(np.ascontiguousarray(values))
-        crc = zlib.crc32(data, crc)
+        crc = KINDS[self.wanted[key].kind](data, crc)
         with self._lock:
             self._running[key] = (crc, done + len(data))
 

@@ -49,7 +49,8 @@ def evaluate(text: str, lookup: Lookup) -> Value:
     """The value of an expression whose names `lookup` gives (None for a key that is not there).
 
     Integers with + - * // %, comparisons, `in`, and/or/not, `a if b else c`, constants, `key.sub`
-    and `key[index]`. No calls. Raises FormatError for anything else.
+    and `key[index]`; of a list, `list.zeros` counts leading zeros and `list.where_zero` gives where
+    zeros are (1 stands for a list of ones). No calls. Raises FormatError for anything else.
     """
     try:
         return _value(_parsed(text), lookup)
@@ -121,5 +122,10 @@ def _member(value: Value, key: Value) -> Value:
     if isinstance(value, Mapping):
         return value.get(str(key))
     if isinstance(value, Sequence) and not isinstance(value, str):
+        if key in ("zeros", "where_zero"):
+            at = [i for i, v in enumerate(value) if not v]
+            return at if key == "where_zero" else next((i for i, v in enumerate(value) if v), 0)
         return value[_number(key)]
+    if value == 1 and key in ("zeros", "where_zero"):
+        return 0 if key == "zeros" else []
     raise TypeError(f"{value!r} has no part {key!r}")

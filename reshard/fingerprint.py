@@ -109,7 +109,7 @@ def _run(rows: Words, column: int, values: Values) -> tuple[int, int]:
     out = []
     for lane, (c, r) in enumerate(zip(_COLUMN, _ROW, strict=True)):
         seen = words >> np.uint64(32) if lane else words
-        by_row = seen @ _weights(word, words.shape[1], c)
+        by_row = np.einsum("ij,j->i", seen, _weights(word, words.shape[1], c))
         out.append(int(np.dot(by_row, _mix(rows, r))))
     return (out[0], out[1])
 

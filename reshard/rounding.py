@@ -60,10 +60,17 @@ class Rounding:
         true = box & self.true
         if true is None:
             return
-        w = assemble(true, weights)
-        m = assemble(true, masters)
-        if w is None or m is None:
+        if [b for b, _ in weights] == [b for b, _ in masters]:
+            for (b, w), (_, m) in zip(weights, masters, strict=True):
+                part = b & true
+                if part is not None:
+                    self._take(part, inner(w, b, part), inner(m, b, part))
             return
+        whole_w, whole_m = assemble(true, weights), assemble(true, masters)
+        if whole_w is not None and whole_m is not None:
+            self._take(true, whole_w, whole_m)
+
+    def _take(self, true: Box, w: Array, m: Array) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = m.astype(self.weight)
         a, b = w.view(np.uint16).reshape(-1), rounded.view(np.uint16).reshape(-1)
@@ -126,6 +133,14 @@ def assemble(box: Box, values: Sequence[tuple[Box, Array]]) -> Array | None:
         ] = part
         covered += common.numel
     return out if covered == box.numel else None
+
+
+def inner(values: Array, outer: Box, box: Box) -> Array:
+    """The contiguous values of `box` out of those of a box around it."""
+    if box == outer:
+        return np.ascontiguousarray(values)
+    at = (slice(a - o, z - o) for a, z, o in zip(box.start, box.stop, outer.start, strict=True))
+    return np.ascontiguousarray(values[tuple(at)])
 
 
 def _has_run(mask: Array) -> bool:

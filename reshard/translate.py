@@ -114,7 +114,7 @@ def _spoken(
     names = {t.name for t in checkpoint.layout.tensors}
     tried: list[tuple[int, str, CoverageError | FormatError]] = []
     for dialect in dialects().values():
-        if dialect.naming != naming or not _speaks(scope.family, dialect.name):
+        if dialect.naming != naming or not scope.family.speaks(dialect.name):
             continue
         expected: dict[str, Stored] = {}
         try:
@@ -129,11 +129,6 @@ def _spoken(
             f"{scope.family.title} has no names of its own for {naming!r} checkpoints"
         )
     raise max(tried, key=lambda t: t[0])[2]
-
-
-def _speaks(family: Family, dialect: str) -> bool:
-    base = dialects()[dialect].base
-    return family.speaks(dialect) or (base is not None and family.speaks(base))
 
 
 def _without_optional(scope: Scope, dialect: str, names: Iterable[str]) -> tuple[Scope, list[str]]:

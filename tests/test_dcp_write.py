@@ -146,7 +146,7 @@ def test_like_takes_keys_and_groups_of_the_reference(unpacked: Unpacked, tmp_pat
 
 def test_per_rank_data_loaders_are_not_dealt_out_in_silence(unpacked: Unpacked, tmp_path: Path):
     source = unpacked("dcp/torchtitan_w2") / "checkpoint" / "step-4"
-    with pytest.raises(LossError, match="opaque states of 1 ranks' data loaders"):
+    with pytest.raises(LossError, match="opaque states of 2 ranks' data loaders"):
         reshard.plan(source, "dcp:dp4")
     reset = reshard.open(converted(source, tmp_path / "a", "dcp:dp4,data=reset")).extras
     assert not [path for path in reset if path.startswith("dataloader")]

@@ -17,7 +17,7 @@ from support import ROOT
 #: `reshard` itself is the public face, `reshard.__init__`.
 ORDER = (
     {"errors", "version"},
-    {"box", "dtypes", "tensor", "topology"},
+    {"box", "checksums", "dtypes", "tensor", "topology"},
     {"layout", "codec"},
     {"files"},
     {"expression", "schemas"},

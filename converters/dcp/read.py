@@ -193,8 +193,9 @@ def _tensors(
             continue
         if isinstance(entry.leaf, TensorLeaf):
             name = _name(entry.parameter, roles.spelling, numbers)
-            own = entry.parameter if isinstance(entry.parameter, str) else name
-            add(TensorId(name, entry.name), entry.leaf, own)
+            own = tensors.get(TensorId(name))
+            stored = entry.parameter if own is None else own.stored_name
+            add(TensorId(name, entry.name), entry.leaf, str(stored or name))
         else:
             roles.extras.append(entry.leaf)
     return tensors, leaves

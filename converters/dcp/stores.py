@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path as Folder
 
-from reshard.box import Box
+from reshard.box import Box, uncovered
 from reshard.containers import dcp, torchfile
 from reshard.containers.dcp import Chunk, Metadata, Place, TensorEntry
 from reshard.containers.torchfile import TorchFile
@@ -105,7 +105,11 @@ def _check_cover(folder: Folder, key: str, entry: TensorEntry) -> None:
     torch never writes overlapping chunks (default_planner.py, _validate_global_plan); gaps are
     `Layout.check`'s.
     """
-    if sum(prod(c.sizes) for c in entry.chunks) <= prod(entry.shape):
+    if len(entry.chunks) < 2:
+        return
+    held = [Box.at(c.offsets, c.sizes) for c in entry.chunks]
+    gaps = uncovered(Box.whole(entry.shape), held)
+    if sum(b.numel for b in (*held, *gaps)) == prod(entry.shape):
         return
     boxes: list[tuple[Box, Chunk]] = []
     for chunk in entry.chunks:

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Json
 from reshard.errors import CorruptError, FormatError
-from reshard.format import Declaration, OpenOptions, WriteOptions
+from reshard.format import Declaration, OpenOptions, Packed, WriteOptions
 from reshard.topology import Target
 
 DIALECT = "mcore"
@@ -77,6 +77,18 @@ class TorchDist:
 
         return declare_dist(source, target, options)
 
+    def pack(self, source: Checkpoint) -> Packed | None:
+        """A run's state as JSON."""
+        from .packed import pack
+
+        return pack(source)
+
+    def unpack(self, state: Json, source: Checkpoint) -> object:
+        """A run's state from JSON."""
+        from .packed import unpack
+
+        return unpack(state, source)
+
 
 @dataclass(frozen=True)
 class Legacy:
@@ -107,6 +119,18 @@ class Legacy:
         from .legacy_write import declare_legacy
 
         return declare_legacy(source, target, options)
+
+    def pack(self, source: Checkpoint) -> Packed | None:
+        """A run's state as JSON."""
+        from .packed import pack
+
+        return pack(source)
+
+    def unpack(self, state: Json, source: Checkpoint) -> object:
+        """A run's state from JSON."""
+        from .packed import unpack
+
+        return unpack(state, source)
 
 
 FORMATS = (TorchDist(), Legacy())

@@ -311,14 +311,14 @@ def target_args(
     return record, fates, losses
 
 
-_TORCH_DTYPE = frozenset(
+TORCH_DTYPES = frozenset(
     f"torch.{n}" for n in ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16")
 ) | {"torch.float8_e4m3fn", "torch.float8_e5m2", "torch.int32", "torch.int64"}
 
 
 def unknown_globals(value: object) -> list[str]:
     """Names in a value that may not be written: not on the list, nor a torch dtype."""
-    return sorted({g.path for g in globals_in(value)} - ALLOWED - _TORCH_DTYPE)
+    return sorted({g.path for g in globals_in(value)} - ALLOWED - TORCH_DTYPES)
 
 
 # --- random states -------------------------------------------------------------------------------

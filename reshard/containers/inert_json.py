@@ -19,7 +19,7 @@ from reshard.dtypes import named
 from reshard.errors import CorruptError, FormatError, UnsafeError
 
 _DEEP = 100  # levels; an object that holds itself has no end
-_PARTS = ("args", "state", "items", "pairs", "kwargs")
+_PARTS = ("args", "state", "items", "kwargs")
 
 
 def to_json(value: object, values: Mapping[str, bytes] | None = None, *, deep: int = 0) -> Json:
@@ -70,6 +70,8 @@ def _ordered(value: Sequence[object] | set[object] | frozenset[object]) -> list[
 def _record(value: Record, inner: Callable[[object], Json]) -> Json:
     parts = {name: getattr(value, name) for name in _PARTS}
     kept = {name: inner(part) for name, part in parts.items() if part is not None}
+    if value.pairs is not None:
+        kept["pairs"] = [[inner(k), inner(v)] for k, v in value.pairs]
     return {"$record": [value.type.module, value.type.name], "made": value.made, **kept}
 
 
@@ -117,14 +119,14 @@ class Reader:
                 return struct.unpack(">d", bytes.fromhex(body))[0]
             case "$complex", [re, im]:
                 return complex(self._number(re), self._number(im))
-            case ("$bytes" | "$bytearray"), str():
+            case (("$bytes" | "$bytearray"), str()):
                 raw = base64.b64decode(body, validate=True)
                 return raw if tag == "$bytes" else bytearray(raw)
             case "$ordered", list():
                 return Ordered(self._pairs(body), self.read(whole.get("state")))
             case "$dict", list():
                 return dict(self._pairs(body))
-            case ("$tuple" | "$set" | "$frozenset"), list():
+            case (("$tuple" | "$set" | "$frozenset"), list()):
                 made = (self.read(v) for v in body)
                 return {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag](made)
             case "$record", [str() as module, str() as name]:
@@ -165,9 +167,9 @@ class Reader:
             raise TypeError(f"{kind.path} has keywords {kwargs!r:.40} and items {items!r:.40}")
         record = Record(kind, args, kwargs, str(made), self.read(whole.get("state")))
         record.items = items
-        pairs = self.read(whole.get("pairs"))
+        pairs = whole.get("pairs")
         if pairs is not None:
-            record.pairs = [(k, v) for k, v in pairs]  # type: ignore[attr-defined]  # checked below
+            record.pairs = self._pairs(pairs if isinstance(pairs, list) else [pairs])
         return record
 
     def _tensor(self, dtype: str, whole: Mapping[str, object]) -> TensorRef:

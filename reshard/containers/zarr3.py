@@ -72,7 +72,7 @@ class Array:
         return np.ndindex(*(-(-n // s) for n, s in zip(self.shape, self.shard, strict=True)))
 
     def file(self, shard: Sequence[int]) -> str:
-        """A shard's file. Source: core specification, chunk key encoding "default", separator "."."""
+        """A shard's file. Source: core specification, chunk key encoding "default" with "."."""
         return f"{self.node}/c.{'.'.join(map(str, shard))}"
 
 
