@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from importlib import resources
 from typing import Any
 
 import click
@@ -414,8 +415,17 @@ def formats_command(as_json: bool) -> int:
     rows: list[Json] = [
         {"name": f.name, "summary": f.summary, "reads": True, "writes": f.writes} for f in known
     ]
-    report: dict[str, Json] = {"status": "ok", "formats": rows, "skipped": list(broken)}
+    recorded = (resources.files("reshard.schemas") / "support.json").read_text()
+    support = json.loads(recorded)
+    report: dict[str, Json] = {
+        "status": "ok",
+        "formats": rows,
+        "support": support,
+        "skipped": list(broken),
+    }
     text = [f"{f.name:<18} read{', written' if f.writes else '':<10} {f.summary}" for f in known]
+    for row in support:
+        text.append(f"{row['from']:<18} -> {row['to']:<18} {row['what']:<15} {row['test']}")
     _emit(report, text + list(broken), as_json)
     return 0
 

@@ -360,7 +360,7 @@ def _move(
         progress("move", moved_bytes, total)
 
     with (
-        Files(planned.source.path) as source,
+        Files(planned.source.path, keep=options.memory // 2) as source,
         Files(staging.files, writable=True) as out,
         contextlib.ExitStack() as stack,
     ):

@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
+import matrix
 from support import FIXTURES
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--write-matrix` records what the tests are marked to prove."""
+    parser.addoption("--write-matrix", action="store_true", help="write README's support matrix")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Record the support matrix, if asked to."""
+    if session.config.getoption("--write-matrix"):
+        matrix.write(matrix.cells_of(session.items))
 
 
 @pytest.fixture(scope="session")

@@ -245,6 +245,7 @@ FIRST_SAVES = ("a-tp4pp2", "c-pp2ep2", "d-tied-tp4pp2")
 PAIRS = [(a, b) for names in SETS.values() for a in names for b in names]
 
 
+@pytest.mark.proves("megatron-legacy", "megatron-legacy", "training state")
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_written_files_are_those_of_megatron(
     unpacked: Unpacked, tmp_path: Path, source: str, target: str

@@ -115,6 +115,7 @@ def verdicts(
     return {r["name"]: r for r in judge(cases, root / "judge")}
 
 
+@pytest.mark.proves("megatron", "megatron", "training state")
 @pytest.mark.parametrize("name", CASES)
 def test_megatron_loads_and_trains_on(verdicts: dict[str, dict[str, Any]], name: str) -> None:
     found = verdicts[name]
@@ -132,6 +133,8 @@ def test_megatron_loads_and_trains_on(verdicts: dict[str, dict[str, Any]], name:
     assert beyond == []
 
 
+@pytest.mark.proves("megatron", "megatron-legacy", "training state")
+@pytest.mark.proves("megatron-legacy", "megatron", "training state")
 @pytest.mark.parametrize("name", RESAVED)
 def test_megatron_loads_what_it_would_have_saved(
     verdicts: dict[str, dict[str, Any]], name: str

@@ -1,0 +1,1 @@
+"""What storage, schedulers and power cuts do to a conversion, at every operation."""
