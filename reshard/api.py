@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from reshard.box import Box, row_major
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.commit import open_finished
 from reshard.convert import Options, make_plan, plan_report
 from reshard.convert import convert as _convert
 from reshard.diff import differences
@@ -19,7 +20,7 @@ from reshard.engine import block_elements
 from reshard.errors import UsageError
 from reshard.files import Files
 from reshard.fingerprint import slot_digests
-from reshard.format import OpenOptions, open_checkpoint
+from reshard.format import OpenOptions
 from reshard.layout import Piece, StoredArray, refactor
 from reshard.plan import cover
 from reshard.readback import fingerprints, read_block
@@ -186,7 +187,7 @@ def open(  # the name users expect
 ) -> Opened:
     """Open a checkpoint or run folder, headers only. `given` is what --from says."""
     target = parse_target(given) if given else Target(None, None)
-    return Opened(open_checkpoint(path, OpenOptions(target, iteration, vocab_size)))
+    return Opened(open_finished(path, OpenOptions(target, iteration, vocab_size)))
 
 
 def plan(source: str | Path, to: str | None = None, **options: Any) -> dict[str, Json]:

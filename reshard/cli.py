@@ -101,6 +101,15 @@ def _source_options(f: Callable[..., Any]) -> Callable[..., Any]:
     return f
 
 
+def _family_options(f: Callable[..., Any]) -> Callable[..., Any]:
+    for decorate in (
+        click.option("--schema", metavar="NAME|FILE", help="Model family; none: keep the names."),
+        click.option("--config", metavar="DIR", help="Folder whose config.json is the model's."),
+    ):
+        f = decorate(f)
+    return f
+
+
 def _memory_options(f: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in (
         click.option("--memory", type=SIZE, default="1GiB", show_default=True, metavar="SIZE"),
@@ -198,15 +207,15 @@ def inspect_command(checkpoint: str, as_json: bool, **options: Any) -> int:
 
 
 def _open(path: str, options: Mapping[str, Any]) -> Any:
+    from reshard.commit import open_finished
     from reshard.convert import Options, source_options
-    from reshard.format import open_checkpoint
 
     chosen = Options(
         given=options.get("given"),
         iteration=options.get("iteration"),
         vocab_size=options.get("vocab_size"),
     )
-    return open_checkpoint(path, source_options(chosen))
+    return open_finished(path, source_options(chosen))
 
 
 def _options(kwargs: Mapping[str, Any]) -> Any:
@@ -220,6 +229,7 @@ def _options(kwargs: Mapping[str, Any]) -> Any:
 @main.command("plan")
 @click.argument("source")
 @_convert_options
+@_family_options
 @_source_options
 @_json_option
 @_guarded
@@ -270,6 +280,7 @@ def _shown(value: Any) -> str:
 @click.argument("source")
 @click.argument("target")
 @_convert_options
+@_family_options
 @_source_options
 @_memory_options
 @click.option("--workers", type=click.IntRange(1, 256), default=1, show_default=True)
@@ -314,6 +325,7 @@ def convert_command(
 @main.command("verify")
 @click.argument("checkpoint")
 @click.option("--against", metavar="OTHER", help="Compare logical content with another.")
+@_family_options
 @_source_options
 @_memory_options
 @_json_option
@@ -342,10 +354,15 @@ def verify_command(
 def _diff(
     left: str, right: str, options: Mapping[str, Any], elements: int, extras: bool
 ) -> tuple[dict[str, Json], list[str], int]:
+    from reshard.crossing import Choice
     from reshard.diff import differences
 
     found, compared = differences(
-        _open(left, options), _open(right, options), elements=elements, extras=extras
+        _open(left, options),
+        _open(right, options),
+        elements=elements,
+        extras=extras,
+        choice=Choice(options.get("schema"), options.get("config")),
     )
     report: dict[str, Json] = {
         "status": "different" if found else "equal",
@@ -361,6 +378,7 @@ def _diff(
 @click.argument("left")
 @click.argument("right")
 @click.option("--extras", is_flag=True, help="Extras count too.")
+@_family_options
 @click.option("--vocab-size", type=int, help="True vocabulary, without padding rows.")
 @_memory_options
 @_json_option
@@ -378,25 +396,31 @@ def diff_command(
 
 @main.command("fingerprint")
 @click.argument("checkpoint")
+@click.option("--canonical", is_flag=True, help="Under the family's names, in any container.")
+@_family_options
 @_source_options
 @_memory_options
 @_json_option
 @_guarded
 def fingerprint_command(
-    checkpoint: str, as_json: bool, memory: int, block: int, **options: Any
+    checkpoint: str, as_json: bool, memory: int, block: int, canonical: bool, **options: Any
 ) -> int:
     """One digest per slot, the same for every topology and container."""
+    from reshard import crossing
     from reshard.engine import block_elements
     from reshard.fingerprint import slot_digests
     from reshard.readback import fingerprints
 
     opened = _open(checkpoint, options)
+    if canonical:
+        choice = crossing.Choice(options.get("schema"), options.get("config"))
+        opened = crossing.canonical(opened, choice)
     sums = fingerprints(opened, elements=block_elements(memory, block, 1))
     slots = slot_digests(opened.layout.tensors.values(), {t: s.hex for t, s in sums.items()})
     report: dict[str, Json] = {
         "status": "ok",
         "path": str(opened.path),
-        "naming": opened.layout.naming,
+        "naming": f"family {opened.family}" if canonical else opened.layout.naming,
         "tensors": len(sums),
         "fingerprints": dict(slots),
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import math
 import os
+import resource
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ from reshard.checkpoint import Checkpoint, Json
 from reshard.commit import Staging
 from reshard.crossing import Choice, cross, dialect_of
 from reshard.engine import Checksums, Moved, Mover, block_elements, move_all
-from reshard.errors import FormatError, LossError, UsageError, VerifyError
+from reshard.errors import FormatError, LossError, TargetError, UsageError, VerifyError
 from reshard.files import Files
 from reshard.fingerprint import Sum, complete
 from reshard.format import (
@@ -28,7 +30,7 @@ from reshard.format import (
     find,
     open_checkpoint,
 )
-from reshard.layout import Draft
+from reshard.layout import Draft, Layout
 from reshard.plan import Plan, loss_lines
 from reshard.plan import plan as join_plan
 from reshard.readback import read_files
@@ -255,30 +257,74 @@ def convert(
     """
     started = time.time()
     planned = make_plan(source, options)
-    place = Path(target)
+    place = _place(Path(target))
     digest = plan_digest(planned)
     final = place / planned.target.folder
     before = manifest.read(final) if final.is_dir() else None
     if before is not None and before.get("plan") == digest:
+        _finish(planned, place, digest, options)
         return {**plan_report(planned, place), "status": "ok", "already": True, "path": str(final)}
     commit.check_target(place, planned.target, overwrite=options.overwrite)
-    _not_inside(planned.source.path, place)
+    _not_inside(planned.source.path, place, final)
     commit.check_space(place, planned.target.drafts)
     staging = commit.open_staging(place, planned.target.folder, digest)
     try:
         return _run(planned, staging, options, digest, started, progress)
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit, OSError)):
-            staging.release()
-        else:
-            staging.discard()
+    except OSError as error:
+        staging.release()
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(staging.path)) from error
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        staging.release()
+        raise
+    except BaseException:
+        staging.discard()
         raise
 
 
-def _not_inside(source: Path, target: Path) -> None:
-    resolved = target.resolve()
-    if resolved == source.resolve() or source.resolve() in resolved.parents:
+def _place(target: Path) -> Path:
+    """DST, or the folder that it links to: a rename would replace the link."""
+    if target.is_symlink():
+        if not target.exists():
+            raise TargetError(f"{target} is a symbolic link to nothing")
+        return target.resolve()
+    return target
+
+
+def _finish(planned: Plan, place: Path, digest: str, options: Options) -> None:
+    """End what a run was stopped at after its checkpoint was in place: trackers, tidying."""
+    trackers = _trackers(planned, place, options)
+    staging = commit.leftover(place, planned.target.folder, digest)
+    if staging is None and trackers:
+        staging = commit.open_staging(place, planned.target.folder, digest)
+    if staging is None:
+        return
+    try:
+        staging.finish(trackers)
+    except BaseException:
+        staging.release()
+        raise
+
+
+def _trackers(planned: Plan, place: Path, options: Options) -> dict[str, bytes]:
+    """The trackers to be written: those of a live run folder only on request."""
+    found = planned.target.trackers
+    return {
+        name: data
+        for name, data in found.items()
+        if not (place / name).exists()
+        or (options.set_latest and (place / name).read_bytes() != data)
+    }
+
+
+def _not_inside(source: Path, target: Path, final: Path) -> None:
+    """Raises UsageError if the target lies in the source, or would take its place."""
+    there, resolved = source.resolve(), target.resolve()
+    if resolved == there or there in resolved.parents:
         raise UsageError(f"{target} lies inside the source {source}; choose another DST")
+    if final.resolve() == there or final.resolve() in there.parents:
+        raise UsageError(f"{final} is or holds the source {source}; choose another DST")
 
 
 def _run(
@@ -318,9 +364,7 @@ def _run(
         ended=time.time(),
     )
     manifest.write(staging.files, first, planned, sums)
-    trackers = target.trackers
-    if not options.set_latest and any((staging.target / t).exists() for t in trackers):
-        trackers = {t: d for t, d in trackers.items() if not (staging.target / t).exists()}
+    trackers = _trackers(planned, staging.target, options)
     staging.publish(trackers, overwrite=options.overwrite)
     return {
         **plan_report(planned, staging.target),
@@ -335,7 +379,22 @@ def _run(
         "resumed": staging.resumed,
         "seconds": round(time.time() - started, 3),
         "trackers_written": sorted(trackers),
+        "files": {
+            d.name: {"bytes": d.size, "digest": digests.get(d.name)} for d in planned.target.drafts
+        },
+        **weights_of(planned.target.layout),
+        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def weights_of(layout: Layout) -> dict[str, Json]:
+    """How many parameters a target has, and how many of which element type."""
+    kinds: dict[str, int] = {}
+    for tensor, logical in layout.tensors.items():
+        if tensor.slot == PARAM:
+            n = math.prod(logical.shape)
+            kinds[logical.dtype.name] = kinds.get(logical.dtype.name, 0) + n
+    return {"parameters": sum(kinds.values()), "dtypes": dict(sorted(kinds.items()))}
 
 
 def _move(

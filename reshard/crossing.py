@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from reshard import translate as translation
 from reshard.checkpoint import Checkpoint
@@ -113,5 +113,12 @@ def in_naming_of(left: Checkpoint, right: Checkpoint, choice: Choice) -> Checkpo
     if known is None:
         raise CoverageError(_unknown(right, left.layout.naming))
     spoken = translation.spoken(left, known)
-    found = translation.translate(right, known, spoken)
-    return replace(found.checkpoint, path=right.path)
+    return translation.translate(right, known, spoken).checkpoint
+
+
+def canonical(checkpoint: Checkpoint, choice: Choice) -> Checkpoint:
+    """The checkpoint under its family's own names: the hub's, whatever container it lies in."""
+    known = recognised(checkpoint, schema=choice.schema, config=choice.config)
+    if known is None:
+        raise CoverageError(_unknown(checkpoint, "torch"))
+    return translation.translate(checkpoint, known, "hf").checkpoint

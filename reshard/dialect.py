@@ -241,11 +241,11 @@ class _Forms:
                 n = scope.count(groups, name)
                 outer, inner = _split(view.axes[0], n)
                 low = 0
-                for part in parts:
-                    size = self.shape(part, scope, name)[0] // n
+                for piece in parts:
+                    size = self.shape(piece, scope, name)[0] // n
                     move, mine = _range(inner, low, size)
                     axes = (outer + mine, *view.axes[1:])
-                    yield from self.views(part, View(view.base + move, axes), scope, more, name)
+                    yield from self.views(piece, View(view.base + move, axes), scope, more, name)
                     low += size
             case Turn(of=of):
                 axes = (*view.axes[:-2], view.axes[-1], view.axes[-2])

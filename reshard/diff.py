@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
-from reshard.errors import CoverageError
+from reshard.crossing import Choice, in_naming_of
 from reshard.files import Files, blocks
 from reshard.layout import refactor
 from reshard.plan import Cover, cover
@@ -36,14 +36,15 @@ def differences(
     elements: int,
     extras: bool = False,
     slots: frozenset[str] | None = None,
+    choice: Choice | None = None,
     progress: Callable[[int], object] = lambda _: None,
 ) -> tuple[list[Difference], int]:
-    """What differs, and how many tensors were compared bit for bit over the true shape."""
-    if left.layout.naming != right.layout.naming:
-        raise CoverageError(
-            f"{left.path} names its tensors as {left.layout.naming!r}, {right.path} as "
-            f"{right.layout.naming!r}; no family joins the two, so they cannot be compared"
-        )
+    """What differs, and how many tensors were compared bit for bit over the true shape.
+
+    Where the two name their tensors differently, the right one is seen in the left one's names;
+    raises CoverageError if no family joins them.
+    """
+    right = in_naming_of(left, right, choice or Choice())
     out: list[Difference] = []
     compared = 0
     mine = {t for t in left.layout.tensors if slots is None or t.slot in slots}

@@ -98,7 +98,7 @@ def recognised(
 def of_config(
     config: Mapping[str, Json], listed: Sequence[Family], *, sure: bool = False
 ) -> Known | None:
-    """The family whose model_type a config names; `sure`: the only one listed, whatever it names."""
+    """The family whose model_type a config names. `sure`: the only one listed, whatever it says."""
     kind = config.get("model_type")
     for family in listed:
         if kind in family.types or sure:

@@ -78,6 +78,8 @@ class Files:
                         f"{done} there. Copy or save it again."
                     )
                 done += n
+        except OSError as error:
+            raise self._named(error, name) from None
         finally:
             self._release(name)
 
@@ -88,20 +90,29 @@ class Files:
             done = 0
             while done < len(data):
                 done += os.pwrite(fd, data[done:], offset + done)
+        except OSError as error:
+            raise self._named(error, name) from None
         finally:
             self._release(name)
-        self._written.add(name)
-
-    def sync_written(self) -> None:
-        """Make what was written since the last call durable."""
         with self._lock:
-            names, self._written = sorted(self._written), set()
-        for name in names:
+            self._written.add(name)
+
+    def _named(self, error: OSError, name: str) -> OSError:
+        return OSError(error.errno, error.strerror, str(self.folder / name))
+
+    def sync_written(self) -> set[str]:
+        """Make what was written since the last call durable; the files' names."""
+        with self._lock:
+            names, self._written = self._written, set()
+        for name in sorted(names):
             fd = self._acquire(name)
             try:
                 os.fsync(fd)
+            except OSError as error:
+                raise self._named(error, name) from None
             finally:
                 self._release(name)
+        return names
 
     def close(self) -> None:
         """Close every file."""

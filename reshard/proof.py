@@ -1,4 +1,4 @@
-"""What shows that a family file is whole: every logical tensor once per dialect, every element once."""
+"""Shows that a family file is whole: every logical tensor, every element once per dialect."""
 
 from __future__ import annotations
 
@@ -161,5 +161,3 @@ def listing(family: Family) -> dict[str, Json]:
         "refused": {d: r.why for d, r in family.refuse.items()},
         "known_by_arguments": [k for k, t in family.types.items() if t.when is not None],
     }
-
-

@@ -7,9 +7,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from reshard import schemas
 from reshard.errors import FormatError
 from reshard.expression import Value, evaluate, names_in
 
@@ -103,7 +103,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Whose names these are; `base` is the dialect whose spelling holds where this one is silent."""
+    """Whose names these are. `base`: whose spelling holds where this one is silent."""
 
     name: str
     naming: str
@@ -157,11 +157,17 @@ class Family:
 
 
 @cache
+def texts(folder: str) -> Mapping[str, str]:
+    """The TOML files of `families` or `dialects`: name without suffix to text, in name order."""
+    found = files("reshard.schemas").joinpath(folder)
+    named = {p.name.removesuffix(".toml"): p for p in found.iterdir() if p.name.endswith(".toml")}
+    return {name: named[name].read_text(encoding="utf-8") for name in sorted(named)}
+
+
+@cache
 def dialects() -> Mapping[str, Dialect]:
     """Every dialect in schemas/dialects, by name."""
-    return {
-        name: _dialect(name, _toml(text, name)) for name, text in schemas.texts("dialects").items()
-    }
+    return {name: _dialect(name, _toml(text, name)) for name, text in texts("dialects").items()}
 
 
 def _dialect(name: str, table: Mapping[str, Any]) -> Dialect:
@@ -179,7 +185,7 @@ def _dialect(name: str, table: Mapping[str, Any]) -> Dialect:
 @cache
 def families() -> Mapping[str, Family]:
     """Every family in schemas/families, by name."""
-    found = schemas.texts("families")
+    found = texts("families")
     return {name: parse_family(text, name) for name, text in found.items()}
 
 
@@ -253,7 +259,7 @@ _EMPTY = Family("", "", {}, {}, {}, {}, (), {}, {}, {}, {}, {}, ())
 def _base(name: str | None) -> Family:
     if name is None:
         return _EMPTY
-    text = schemas.texts("families").get(name)
+    text = texts("families").get(name)
     if text is None:
         raise FormatError(f"extends {name!r}, which is no family")
     return parse_family(text, name)

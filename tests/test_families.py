@@ -79,7 +79,7 @@ def test_megatron_shards_equal_those_of_megatron_bridge(unpacked, family):
     assert {n for n in left if n not in seen and n.rpartition(".")[0] not in seen} == set()
 
 
-@pytest.mark.parametrize("family", (*WITH_TRUTH, *WITHOUT_TRUTH))
+@pytest.mark.parametrize("family", [*WITH_TRUTH, *WITHOUT_TRUTH])
 def test_there_and_back_is_the_identity(unpacked, family):
     checkpoint = open_checkpoint(plain(unpacked, family))
     known = recognised(checkpoint)

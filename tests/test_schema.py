@@ -117,5 +117,5 @@ def test_a_file_that_is_no_family_is_refused(text):
 
 def test_a_size_that_the_config_does_not_say_is_named():
     scope = Scope(families()["llama"], {"model_type": "llama", "num_hidden_layers": 2})
-    with pytest.raises(FormatError, match="hidden_size|V"):
+    with pytest.raises(FormatError, match=r"hidden_size|V"):
         expand(scope, "hf")

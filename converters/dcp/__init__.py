@@ -50,7 +50,6 @@ class TorchSave:
     name: str = "torch"
     summary: str = "torch.save: a state dict, or *_rank_N.pt of every rank"
     writes: bool = True
-    generic: bool = True  # a bare .pt: other formats hold such files too
 
     def recognise(self, folder: Path) -> str | None:
         """Why a file or folder is one."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path as Folder
 
 from reshard.checkpoint import Checkpoint
+from reshard.containers.dcp import METADATA
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
 
@@ -16,6 +17,7 @@ from .pickles import leaves_of, load
 from .read import Found, build
 from .sources import SIDE, side_leaves
 from .sources import recognise as recognise_dcp
+from .trainer import OPTIMIZER, is_trainer, trainer_leaves
 from .values import Path, carry
 
 NAME = "torch"
@@ -31,7 +33,8 @@ _FULL_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.bin")
 #: Other frameworks' files: DeepSpeed's, Hugging Face's, the Trainer's arguments.
 _FOREIGN = re.compile(
     r".*_(model|optim)_states\.pt|mp_rank_\d+.*|layer_\d+-model.*|pytorch_model(-\d+-of-\d+)?\.bin|"
-    r"training_args\.bin|model_optim_rng\.pt|distrib_optim\.pt|latest"
+    r"training_args\.bin|model_optim_rng\.pt|distrib_optim\.pt|common\.pt|optimizer\.pt|"
+    r"adapter_model\.bin"
 )
 
 
@@ -48,8 +51,10 @@ def recognise(path: Folder) -> str | None:
     """Why a file or folder is one."""
     if path.is_file():
         return "is a file of torch.save" if _is_state_file(path) else None
-    if not path.is_dir() or recognise_dcp(path) is not None:
+    if not path.is_dir() or recognise_dcp(path) is not None or (path / METADATA).exists():
         return None
+    if is_trainer(path):
+        return f"holds {OPTIMIZER} beside weights"
     try:
         listed = _listed(path)
     except (CorruptError, FormatError):
@@ -140,6 +145,8 @@ def _of_ranks(
 def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of torch.save files, and the small values in them."""
     root = path.parent if path.is_file() else path
+    if path.is_dir() and is_trainer(path):
+        return _open_trainer(path)
     listed = _Listed(((path.name, ()),)) if path.is_file() else _listed(path)
     if listed is None:
         raise FormatError(f"{path}: holds no state of torch.save")
@@ -166,6 +173,22 @@ def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
             leaves=(*leaves, *more),
             files=tuple(names),
             ranks=listed.ranks,
+        )
+    )
+
+
+def _open_trainer(folder: Folder) -> Checkpoint:
+    """A Trainer's folder of one process, or of DDP."""
+    leaves, names = trainer_leaves(folder)
+    more, side = side_leaves(folder)
+    return build(
+        Found(
+            root=folder,
+            format=NAME,
+            version="HF Trainer, numbered optimizer",
+            kind="plain",
+            leaves=(*leaves, *more),
+            files=(*names, *side),
         )
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as Folder
 
@@ -76,13 +76,14 @@ def leaves_of(root: Folder, files: Sequence[tuple[str, Path]]) -> list[Leaf]:
     for path in order:
         if path in whole:
             found = whole[path]
-            out.append(TensorLeaf(path, found.shape, found.dtype, _given(found.pieces)))
+            out.append(TensorLeaf(path, found.shape, found.dtype, given(found.pieces)))
         if path in values:
             out += _objects(path, values[path])
     return out
 
 
-def _given(pieces: list[Piece]) -> _Given:
+def given(pieces: Sequence[Piece]) -> Callable[[], Sequence[Piece]]:
+    """What gives these pieces, when asked for them."""
     return _Given(pieces)
 
 

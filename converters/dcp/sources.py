@@ -172,4 +172,3 @@ def _is_lightning(side: Iterable[Leaf]) -> bool:
         ):
             return "pytorch-lightning_version" in leaf.value.obj
     return False
-

@@ -218,7 +218,11 @@ def recipe_of(source: Checkpoint, aim: Goal) -> dict[str, Json]:
     if not aim.groups:
         out["verdict"] = "weights only"
     if aim.elastic:
-        out["note"] = "the source recorded no optimizer options: the job's own are used"
+        out["verdict"] = "changes trajectory"
+        out["note"] = (
+            "the source recorded no optimizer options: the job's own are used, and the first step "
+            "takes the learning rate its scheduler starts with"
+        )
     return out
 
 

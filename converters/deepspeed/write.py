@@ -369,8 +369,9 @@ def _row(
 def _flat_rows(plans: Plans, sheets: list[Sheet], mp: int) -> list[dict[object, object]]:
     """optimizer_state_dict of every rank under ZeRO 1 and 2.
 
-    Source: runtime/zero/stage_1_and_2.py state_dict @ 0.19.8; an elastic source, which records no
-    options, is written so that _restore_base_optimizer_state takes it.
+    Source: runtime/zero/stage_1_and_2.py state_dict @ 0.19.8. An elastic source, which records no
+    options, is written so that _restore_base_optimizer_state and
+    _restore_elastic_base_optimizer_state both take it: partitions with their padding.
     """
     aim = plans.aim
     rows: list[dict[object, object]] = []
@@ -389,9 +390,10 @@ def _flat_rows(plans: Plans, sheets: list[Sheet], mp: int) -> list[dict[object, 
             row, refs = _row(plans, sheet, group, sizes)
             states[i] = row
             kind = plans.dtype(group.members[0], MASTER) if group.members else FLOAT32
-            refs[MASTER] = sheet.tensor((space.valid(k),), kind, grad=True)
+            size_ = space.size if aim.elastic else space.valid(k)
+            refs[MASTER] = sheet.tensor((size_,), kind, grad=True)
             masters.append(refs[MASTER])
-            pads.append(space.size - space.valid(k))
+            pads.append(space.size - size_)
             slices.append(_slices(aim, space, k))
             aligned.append(_paddings(plans, group, list(space.members), mp, ep))
             for slot, ref in refs.items():

@@ -22,6 +22,7 @@ class HuggingFace:
     summary: str = "model.safetensors or pytorch_model.bin, with config.json"
     writes: bool = True
     weights: bool = True  # a folder holds weights and nothing else
+    generic: bool = True  # trainers leave such files beside their own states
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""

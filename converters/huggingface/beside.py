@@ -95,7 +95,9 @@ def _copied(
         if _matches(name, _WEIGHTS):
             continue
         if path.stat().st_size > _LARGEST:
-            losses.append(Loss("file-left", name, f"{path.stat().st_size} bytes, too large to copy"))
+            losses.append(
+                Loss("file-left", name, f"{path.stat().st_size} bytes, too large to copy")
+            )
             continue
         yield name, path.read_bytes()
 
@@ -165,5 +167,3 @@ def _dtype(tensors: Mapping[TensorId, LogicalTensor]) -> str:
     for logical in tensors.values():
         sizes[logical.dtype.name] = sizes.get(logical.dtype.name, 0) + logical.nbytes
     return max(sizes, key=lambda k: sizes[k])
-
-

@@ -1,4 +1,4 @@
-"""Which files of a model folder hold its weights, checked against the index, and what is refused."""
+"""Which files of a model folder hold its weights, checked against the index; what is refused."""
 
 from __future__ import annotations
 

@@ -54,9 +54,7 @@ def dequantised(
             used.add(name + _SCALE)
     plain = {n: p for n, p in pieces.items() if n not in used and n not in out} | out
     tensors = {
-        TensorId(n): LogicalTensor(
-            TensorId(n), p.box.shape, dtype if n in out else p.array.dtype
-        )
+        TensorId(n): LogicalTensor(TensorId(n), p.box.shape, dtype if n in out else p.array.dtype)
         for n, p in plain.items()
     }
     config = checkpoint.extras.get("config")
@@ -71,9 +69,7 @@ def dequantised(
     )
 
 
-def _blocked(
-    piece: Piece, scale: Piece, scheme: Mapping[str, Json] | None, dtype: DType
-) -> Piece:
+def _blocked(piece: Piece, scale: Piece, scheme: Mapping[str, Json] | None, dtype: DType) -> Piece:
     said = (scheme or {}).get("weight_block_size")
     shape, scales = piece.array.shape, scale.array.shape
     block = _pair(said)
@@ -109,9 +105,7 @@ def _micro(blocks: Piece, scales: Piece, dtype: DType) -> Piece:
     experts, rows = lead
     columns = groups * half * 2
     packed = (experts, rows, columns)
-    virtual = StoredArray(
-        blocks.array.file, blocks.array.offset, packed, dtype, blocks.array.key
-    )
+    virtual = StoredArray(blocks.array.file, blocks.array.offset, packed, dtype, blocks.array.key)
     e, r, c = row_major(packed)
     box = Box.whole((experts, columns, rows))
     return Piece(box, virtual, 0, (e, c, r), MicroScaled(blocks.array, scales.array, dtype))

@@ -1,4 +1,4 @@
-"""Declares a model folder: tensors dealt out to shards, the index, config and the files beside them."""
+"""Declares a model folder: tensors dealt out to shards, the index, the files beside them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def _kept(own: LogicalTensor, asked: DType) -> bool:
 def _said(source: Checkpoint) -> DType | None:
     """The dtype that the model's config names."""
     config = source.extras.get("config")
-    found = config.get("dtype") or config.get("torch_dtype") if isinstance(config, Mapping) else None
+    found = (
+        config.get("dtype") or config.get("torch_dtype") if isinstance(config, Mapping) else None
+    )
     return named(found) if isinstance(found, str) else None
 
 

@@ -19,7 +19,7 @@ from reshard.layout import Layout, Piece, place
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Topology, topology
 
-from . import flattened_read, names, precision_aware, run
+from . import flattened_read, names, old_args, precision_aware, run
 from .bucket_read import bucket_tensors
 from .buckets import bucket_key
 from .carry import Carried, carry, fields_of, mapping, scalar, sequence
@@ -124,7 +124,8 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     metadata = dcp.read_metadata(folder)
     common = _common(folder, metadata)
     root = mapping(common.obj, f"{folder}: the common state")
-    args = fields_of(root.get("args", {}), str(folder)) if root.get("args") is not None else {}
+    found = fields_of(root.get("args", {}), str(folder)) if root.get("args") is not None else {}
+    args = old_args.given(found, options)
     model = sizes(args)
     if options.vocab_size is not None:
         model = replace(model, vocab=options.vocab_size)

@@ -1,4 +1,4 @@
-"""What a Megatron run of a translated model holds beside its tensors: args from the family's file."""
+"""The Megatron run that a translated model would be of: its args, from the family's file."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run_of(source: Checkpoint) -> Run:
         )
     if any(t.slot != PARAM for t in source.layout.tensors):
         raise FormatError(
-            f"{source.path}: an optimizer of {source.format} has no form in Megatron yet: its param "
-            "groups lack what Megatron's scheduler multiplies. Convert with --weights-only."
+            f"{source.path}: an optimizer of {source.format} has no form in Megatron yet: its "
+            "param groups lack what Megatron's scheduler multiplies. Convert with --weights-only."
         )
     plain = {k: v for k, v in args.items() if v is not None}
     model = sizes(plain)

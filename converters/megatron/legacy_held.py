@@ -114,7 +114,7 @@ class Holdings:
         shape = global_shape(entry.spot.shape, self.rule(entry.tensor.name), self.topology)
         true, padded = true_shape(entry.tensor.name, shape, self.model)
         order = row_order(self.version, entry.tensor.name, self.model)
-        factors = None if order is None else order.factors(entry.tensor.name, true)
+        factors = None if order is None else order.whole(entry.tensor.name, true)
         made = LogicalTensor(
             entry.tensor, true, entry.dtype, padded, entry.spot.own, factors=factors
         )

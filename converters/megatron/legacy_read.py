@@ -17,7 +17,7 @@ from reshard.layout import Layout, Piece
 from reshard.tensor import PARAM, TensorId
 from reshard.topology import Topology
 
-from . import names, nested_names, precision_aware, run
+from . import names, nested_names, old_args, precision_aware, run
 from .carry import Carried, carry, fields_of, mapping, plain
 from .legacy_held import Entry, Experts, Holdings, Param, Spot, spots_of
 from .legacy_optim import OptimizerReader
@@ -47,7 +47,7 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
     native, holdings = _start(folder, options)
     files = checked_files(folder, native.topology)
     reader = OptimizerReader(folder, native, holdings, options.weights_only)
-    head = Head.of(native)
+    head = Head.of(native, options)
     rng: dict[tuple[int, ...], Carried] = {}
     grid = run.rng_grid(native.topology)
     for rank in files:
@@ -95,7 +95,8 @@ def _start(folder: Path, options: OpenOptions) -> tuple[Run, Holdings]:
     where = folder / first / MODEL
     file = torchfile.load(where, f"{first}/{where.name}")
     root = mapping(file.root, str(where))
-    args = _args(root, where)
+    found = old_args.given(_args(root, where), options)
+    args, deduced = _told(folder, first, found, root, options)
     model = sizes(args)
     if options.vocab_size is not None:
         model = replace(model, vocab=options.vocab_size)
@@ -119,6 +120,7 @@ def _start(folder: Path, options: OpenOptions) -> tuple[Run, Holdings]:
         mla_down=_mla_down(root, where, model, degrees),
         legacy_extra=True,
         unread=_unread(root, where),
+        deduced=deduced,
     )
     return native, Holdings(model, degrees, native.mla_down, _version(root, where))
 
@@ -127,6 +129,39 @@ def _args(root: Mapping[object, object], where: Path) -> dict[str, object]:
     """The fields of the args; a model from before megatron-core becomes one of megatron-core."""
     args = fields_of(root["args"], str(where)) if root.get("args") is not None else {}
     return {**args, "use_legacy_models": False} if args.get("use_legacy_models") else args
+
+
+def _told(
+    folder: Path,
+    first: str,
+    args: dict[str, object],
+    root: Mapping[object, object],
+    options: OpenOptions,
+) -> tuple[dict[str, object], frozenset[str]]:
+    """The args with what only the stored tensors and folder names tell; and which those are."""
+    names_ = found_folders(folder)
+    told: dict[str, object] = {}
+    if all(re.fullmatch(r"mp_rank_\d\d", n) for n in names_):  # neither stages nor experts' ranks
+        told["pipeline_model_parallel_size"] = 1
+    last = names_[-1]
+    head: Mapping[object, object] = root
+    if last != first and (folder / last / MODEL).is_file():
+        head = mapping(torchfile.load(folder / last / MODEL, f"{last}/{MODEL}").root, last)
+    tp = {**said_degrees(args, sizes(args)), **options.given.degrees}.get("tp")
+    told |= old_args.told(args, _shapes(root, folder / first), _shapes(head, folder / last), tp)
+    missing = {k: v for k, v in told.items() if args.get(k) is None}
+    return {**args, **missing}, frozenset(missing)
+
+
+def _shapes(root: Mapping[object, object], where: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a rank file's tensors, by megatron-core's names and by their own."""
+    out: dict[str, tuple[int, ...]] = {}
+    for chunk in _chunks(root, where):
+        for key, ref in chunk.items():
+            if isinstance(ref, TensorRef):
+                out[str(key)] = ref.shape
+                out[nested_names.current(str(key))] = ref.shape
+    return out
 
 
 def _version(root: Mapping[object, object], where: Path) -> float:
@@ -231,12 +266,14 @@ class Head:
     common: Mapping[str, object]
     model: Sizes
     said: Mapping[str, int]  # degrees
+    options: OpenOptions
 
     @staticmethod
-    def of(native: Run) -> Head:
-        """What the first file says."""
-        model = sizes(native.args)
-        return Head(native.args, native.common, model, said_degrees(native.args, model))
+    def of(native: Run, options: OpenOptions) -> Head:
+        """What the first file says, and --from."""
+        args = {k: v for k, v in native.args.items() if k not in native.deduced}
+        model = sizes(args)
+        return Head(args, native.common, model, said_degrees(args, model), options)
 
     def check(self, root: Mapping[object, object], where: Path) -> None:
         """Raises CorruptError if another rank file is of another run or iteration."""
@@ -247,7 +284,7 @@ class Head:
                     f"{where}: {key} is {plain(other)}, {plain(value)} in the first rank file. "
                     "Two checkpoints are mixed in this folder."
                 )
-        args = _args(root, where)
+        args = old_args.given(_args(root, where), self.options)
         if bool(args) != bool(self.args) or sizes(args) != self.model:
             raise CorruptError(f"{where}: its args describe another model than the first file's")
         if args:

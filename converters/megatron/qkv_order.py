@@ -28,18 +28,31 @@ _AXES = {0: (1, 0, 2), 1: (0, 2, 1)}
 class RowOrder:
     """A fused tensor whose rows lie in another order of (head, part, dim) than today's."""
 
+    heads: int  # of the whole tensor
     parts: int
     head_dim: int
     stored: tuple[int, ...]  # the axes head 0, part 1, dim 2, slowest first
 
     def factors(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape with its rows counted as head, part, dim."""
+        """The shape, of the tensor or a rank's part, with its rows counted as head, part, dim."""
         heads, over = divmod(shape[0], self.parts * self.head_dim)
-        if over:
+        if over or self.heads % heads:
             raise LayoutError(
-                f"{name}: {shape[0]} rows are no whole heads of {self.parts} x {self.head_dim}"
+                f"{name}: {shape[0]} rows are no part of {self.heads} heads of {self.parts} x "
+                f"{self.head_dim}. Give --from kv_channels=… (Megatron's --kv-channels)."
             )
         return (heads, self.parts, self.head_dim, *shape[1:])
+
+    def whole(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The whole tensor's shape, counted so. Raises LayoutError for other heads than the args'."""
+        counted = self.factors(name, shape)
+        if counted[0] != self.heads:
+            raise LayoutError(
+                f"{name}: {shape[0]} rows are {counted[0]} heads of {self.parts} x "
+                f"{self.head_dim}, the args say {self.heads} heads. Give --from kv_channels=…, or "
+                "the number of heads."
+            )
+        return counted
 
     def strides(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The strides of a rank's rows along head, part, dim, and of the axes after them."""
@@ -76,4 +89,5 @@ def row_order(version: float, name: str, model: Sizes) -> RowOrder | None:
             f"{model.heads} heads: grouped-query attention came after version 2"
         )
     parts = 3 if m[1] == "linear_qkv" else 2
-    return RowOrder(parts, need(model.head_dim, "head_dim"), _AXES[int(version)])
+    heads, head_dim = need(model.heads, "heads"), need(model.head_dim, "head_dim")
+    return RowOrder(heads, parts, head_dim, _AXES[int(version)])

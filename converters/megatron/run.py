@@ -106,6 +106,7 @@ class Run:
     legacy_extra: bool = False  # extra states are known from legacy names
     mtp_inner: str = "transformer_layer."
     unread: tuple[str, ...] = ()  # fields beside the known ones, dropped
+    deduced: frozenset[str] = frozenset()  # args that the tensors told, not the args
 
 
 def data_parallel(topology: Topology) -> int:
@@ -299,6 +300,9 @@ def target_args(
         if unknown:
             fates.append(Fate(f"args.{name}", "drop", f"names {', '.join(unknown)}"))
             losses.append(Loss("arg-dropped", f"args.{name}", f"names {', '.join(unknown)}"))
+        elif name in run.deduced:
+            fates.append(Fate(f"args.{name}", "derive", "told by the stored tensors"))
+            values[name] = value
         else:
             fates.append(Fate(f"args.{name}", "keep"))
             values[name] = value

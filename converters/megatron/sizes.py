@@ -15,31 +15,28 @@ LOCAL, TE = "local", "transformer_engine"
 SEQUENTIAL, TE_GROUPED, LEGACY_GROUPED = "sequential", "te_grouped", "legacy_grouped"
 
 #: field of Sizes -> the argument that gives it, for messages
-_OPTION = {
-    "layers": "--num-layers",
-    "hidden": "--hidden-size",
-    "heads": "--num-attention-heads",
-    "query_groups": "--num-query-groups",
-    "head_dim": "--kv-channels",
-    "ffn": "--ffn-hidden-size",
-    "gated": "--swiglu (args.swiglu)",
-    "add_bias": "--disable-bias-linear (args.add_bias_linear)",
-    "normalization": "--normalization",
-    "experts": "--num-experts",
-    "moe_ffn": "--moe-ffn-hidden-size",
-    "shared_ffn": "--moe-shared-expert-intermediate-size",
-    "q_rank": "--q-lora-rank",
-    "kv_rank": "--kv-lora-rank",
-    "qk_dim": "--qk-head-dim",
-    "qk_rope_dim": "--qk-pos-emb-head-dim",
-    "v_dim": "--v-head-dim",
-    "tied": "--untie-embeddings-and-output-weights (args.untie_embeddings_and_output_weights)",
-    "vocab": "--vocab-size",
-    "padded_vocab": "args.padded_vocab_size",
-    "vocab_divisor": "--make-vocab-size-divisible-by",
-    "positions": "--position-embedding-type",
-    "max_positions": "--max-position-embeddings",
-    "spec": "--transformer-impl",
+_ARGUMENT = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "query_groups": "num_query_groups",
+    "head_dim": "kv_channels",
+    "ffn": "ffn_hidden_size",
+    "gated": "swiglu",
+    "experts": "num_experts",
+    "moe_ffn": "moe_ffn_hidden_size",
+    "shared_ffn": "moe_shared_expert_intermediate_size",
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "qk_dim": "qk_head_dim",
+    "qk_rope_dim": "qk_pos_emb_head_dim",
+    "v_dim": "v_head_dim",
+    "tied": "untie_embeddings_and_output_weights",
+    "padded_vocab": "padded_vocab_size",
+    "vocab_divisor": "make_vocab_size_divisible_by",
+    "positions": "position_embedding_type",
+    "max_positions": "max_position_embeddings",
+    "spec": "transformer_impl",
 }
 
 
@@ -104,8 +101,11 @@ class Sizes:
 def need(value: _T | None, field: str) -> _T:
     """`value`, or a FormatError naming the argument that would have given the field."""
     if value is None:
+        name = _ARGUMENT.get(field, field)
+        how = f"--from {name}=… (Megatron's --{name.replace('_', '-')})"
         raise FormatError(
-            f"the checkpoint's args do not say {field}. Give {_OPTION.get(field, field)}."
+            f"the checkpoint's args do not say {field}. Give "
+            f"{'--vocab-size' if field == 'vocab' else how}."
         )
     return value
 

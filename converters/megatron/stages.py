@@ -64,7 +64,10 @@ def pipeline_of_args(args: Mapping[str, object]) -> Pipeline:
     """
     layers = _int(args, "num_layers", "encoder_num_layers")
     if layers is None:
-        raise FormatError("the checkpoint's args do not say layers. Give --num-layers.")
+        raise FormatError(
+            "the checkpoint's args do not say layers. Give --from num_layers=… (Megatron's "
+            "--num-layers)."
+        )
     pp = _int(args, "pipeline_model_parallel_size") or 1
     embedding = bool(args.get("account_for_embedding_in_pipeline_split"))
     loss = bool(args.get("account_for_loss_in_pipeline_split"))

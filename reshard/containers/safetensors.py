@@ -25,7 +25,7 @@ _RANK = (
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file holds: arrays by name in the order of their bytes, and its metadata."""
+    """What a safetensors file holds: arrays by name, in the order of their bytes; metadata."""
 
     arrays: Mapping[str, StoredArray]
     metadata: Mapping[str, str]
@@ -88,14 +88,13 @@ def _json(raw: bytes, path: Path) -> dict[str, object]:
 def _array(file: str, key: str, row: object, start: int, path: Path) -> StoredArray:
     if not isinstance(row, dict):
         raise CorruptError(f"{path}: {key}: its entry is not a JSON object")
-    code, shape, span = row.get("dtype"), row.get("shape"), row.get("data_offsets")
-    if not isinstance(code, str) or not _sizes(shape) or not _sizes(span) or len(span) != 2:
+    code, dims, span = row.get("dtype"), _sizes(row.get("shape")), _sizes(row.get("data_offsets"))
+    if not isinstance(code, str) or dims is None or span is None or len(span) != 2:
         raise CorruptError(f"{path}: {key}: dtype, shape or data_offsets are missing or malformed")
     try:
         dtype = of_safetensors(code)
     except FormatError as error:
         raise FormatError(f"{path}: {key}: {error}") from error
-    dims = tuple(shape)
     if span[1] - span[0] != prod(dims) * dtype.itemsize:
         raise CorruptError(
             f"{path}: {key}: {span[1] - span[0]} bytes for shape {list(dims)} of {code}"
@@ -103,10 +102,11 @@ def _array(file: str, key: str, row: object, start: int, path: Path) -> StoredAr
     return StoredArray(file, start + span[0], dims, dtype, key)
 
 
-def _sizes(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
-    )
+def _sizes(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, list):
+        return None
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+    return tuple(value) if whole else None
 
 
 def _check_tiling(arrays: Mapping[str, StoredArray], start: int, size: int, path: Path) -> None:

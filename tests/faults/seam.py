@@ -106,14 +106,15 @@ class _Raw(io.FileIO):
         return os.write(self.fileno(), data)
 
 
-def kill(at: int, *, torn: bool = False, seam: Callable[[], Seam] | None = None) -> Before:
+def kill(at: int, *, torn: bool = False) -> Before:
     """SIGKILL before operation `at`; a torn write is half done first."""
+    real = {"write": os.write, "pwrite": os.pwrite}
 
     def before(n: int, name: str, args: tuple[Any, ...]) -> None:
         if n == at:
-            if torn and seam is not None and name in ("write", "pwrite"):
+            if torn:
                 half = memoryview(args[1])[: len(args[1]) // 2]
-                seam().real[name](args[0], half, *args[2:])
+                real[name](args[0], half, *args[2:])
             os.kill(os.getpid(), signal.SIGKILL)
 
     return before
@@ -124,7 +125,8 @@ def fail(at: int, error: int, *, stays: bool = False) -> Before:
 
     def before(n: int, name: str, args: tuple[Any, ...]) -> None:
         if n == at or (stays and n > at and name not in _FREES):
-            raise OSError(error, os.strerror(error), str(args[0]) if args else None)
+            path = None if isinstance(args[0], int) else os.fspath(args[0])  # as the system does
+            raise OSError(error, os.strerror(error), path)
 
     return before
 

