@@ -125,10 +125,6 @@ def _convert_options(f: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--like", metavar="DIR", help="Write as this checkpoint is laid out."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer behind."),
         click.option("--dtype", help="Store weights in this dtype (bf16, fp32)."),
-        click.option("--schema", metavar="NAME|FILE", help="Model family; none: keep the names."),
-        click.option(
-            "--config", metavar="DIR", help="Model folder whose config.json is the model's."
-        ),
         click.option("--tokenizer", metavar="DIR", help="Folder whose tokenizer goes along."),
         click.option("--max-shard-size", type=DECIMAL, metavar="SIZE", help="Of hf files; 5GB."),
         click.option("--include", multiple=True, metavar="GLOB"),
@@ -157,12 +153,12 @@ def _guarded(f: Callable[..., int]) -> Callable[..., None]:
             if kwargs.get("as_json"):
                 kind = type(error).__name__
                 print(json.dumps({"status": "refused", "error": kind, "message": str(error)}))
-            print(f"reshard: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"reshard: {type(error).__name__}: {_printable(str(error))}", file=sys.stderr)
             sys.exit(error.exit_code)
         except OSError as error:
             if kwargs.get("as_json"):
                 print(json.dumps({"status": "failed", "error": "OSError", "message": str(error)}))
-            print(f"reshard: {error}", file=sys.stderr)
+            print(f"reshard: {_printable(str(error))}", file=sys.stderr)
             sys.exit(1)
         except KeyboardInterrupt as stop:
             print("reshard: interrupted; the same command resumes", file=sys.stderr)
@@ -172,18 +168,30 @@ def _guarded(f: Callable[..., int]) -> Callable[..., None]:
             message = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
             if kwargs.get("as_json"):
                 print(json.dumps({"status": "failed", "error": "bug", "message": message}))
-            print(f"reshard: a bug in reshard, please report it: {message}", file=sys.stderr)
+            print(
+                f"reshard: a bug in reshard, please report it: {_printable(message)}",
+                file=sys.stderr,
+            )
             sys.exit(1)
         sys.exit(code)
 
     return run
 
 
+_LONGEST = 2000  # characters of a message
+
+
+def _printable(text: str) -> str:
+    """Text as a terminal may be sent it: what a file says may hold escape sequences."""
+    shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text[:_LONGEST])
+    return shown + (f"… ({len(text)} characters)" if len(text) > _LONGEST else "")
+
+
 def _emit(report: Mapping[str, Json], text: list[str], as_json: bool) -> None:
     if as_json:
         print(json.dumps(report))
     else:
-        print("\n".join(text))
+        print("\n".join(map(_printable, text)))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

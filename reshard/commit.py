@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,9 @@ class Staging:
         for draft in drafts:
             fd = os.open(self.files / draft.name, os.O_RDWR | os.O_CLOEXEC)
             try:
-                for offset, data in draft.literals:
-                    _pwrite(fd, data, offset)
+                with _named(self.files / draft.name):
+                    for offset, data in draft.literals:
+                        _pwrite(fd, data, offset)
             finally:
                 os.close(fd)
 
@@ -153,7 +154,8 @@ class Staging:
                 os.fsync(out.fileno())
             os.replace(draft, path)
             sync_folder(path.parent)
-        shutil.rmtree(self.path)
+        with _named(self.path):
+            shutil.rmtree(self.path)
 
     def _held(self) -> bool:
         try:
@@ -339,14 +341,19 @@ def _read_journal(staging: Staging) -> bool:
                 name, sums = str(row["name"]), row["sums"]
                 if not isinstance(sums, dict):
                     return False
-                staging.done[name] = {
-                    TensorId(name, slot): Sum(*_listed(s)) for slot, s in sums.items()
-                }
-    except (KeyError, TypeError):
+                staging.done[name] = {TensorId(name, slot): _sum(s) for slot, s in sums.items()}
+    except (KeyError, TypeError, ValueError):
         return False
     os.truncate(staging.path / JOURNAL, end)
     staging.resumed = True
     return True
+
+
+def _sum(value: object) -> Sum:
+    a, b, elements = _listed(value)
+    if any(type(n) is not int for n in (a, b, elements)):
+        raise TypeError(f"{value!r:.40} is no sum")
+    return Sum(a, b, elements)
 
 
 def _listed(value: object) -> list[Any]:
@@ -391,9 +398,7 @@ def _take_lease(path: Path) -> str:
             lease.unlink(missing_ok=True)
             raise
         return mine
-    raise TargetError(
-        f"{path} is held by another run. Wait for it; if it is dead, remove {lease}."
-    )
+    raise TargetError(f"{path} is held by another run. Wait for it; if it is dead, remove {lease}.")
 
 
 def _is_stale(lease: Path) -> bool:
@@ -451,20 +456,30 @@ def make_folder(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_tree(path: Path) -> None:
     """Make every file and name below a folder durable."""
     for folder, _, names in os.walk(path):
         for name in names:
-            fd = os.open(Path(folder) / name, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            _sync(Path(folder) / name, os.O_RDONLY)
         sync_folder(Path(folder))
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags)
+    try:
+        with _named(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of the system that does not say where, says so."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

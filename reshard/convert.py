@@ -18,7 +18,7 @@ from pathlib import Path
 from reshard import commit, manifest
 from reshard.checkpoint import Checkpoint, Json
 from reshard.commit import Staging
-from reshard.crossing import Choice, cross, dialect_of
+from reshard.crossing import Choice, cross, dialect_of, unnamed
 from reshard.engine import Checksums, Moved, Mover, block_elements, move_all
 from reshard.errors import FormatError, LossError, TargetError, UsageError, VerifyError
 from reshard.files import Files
@@ -123,6 +123,7 @@ def make_plan(source: str | Path, options: Options) -> Plan:
     form = find(name)
     if not form.writes:
         raise FormatError(f"format {name!r} is read, not written. See `reshard formats`.")
+    dialect, target = dialect_of(form, target), unnamed(target)
     write = WriteOptions(
         options.weights_only, options.dtype, options.vocab_size, like, dict(target.options),
         options.config, options.tokenizer, options.max_shard_size,
@@ -131,7 +132,7 @@ def make_plan(source: str | Path, options: Options) -> Plan:
     asked = replace(options, weights_only=False) if getattr(form, "weights", False) else options
     checkpoint = select(whole, asked)
     choice = Choice(options.schema, options.config, options.dtype)
-    crossed = cross(checkpoint, dialect_of(form, target, like), choice)
+    crossed = cross(checkpoint, dialect, choice, like)
     declaration = form.declare(crossed.checkpoint, target, write)
     planned = join_plan(crossed.checkpoint, declaration, narrow=options.dtype is not None)
     planned = replace(planned, notes=(*crossed.notes, *planned.notes))
@@ -264,8 +265,9 @@ def convert(
     if before is not None and before.get("plan") == digest:
         _finish(planned, place, digest, options)
         return {**plan_report(planned, place), "status": "ok", "already": True, "path": str(final)}
+    if Path(source).is_dir():  # a file's folder may hold anything
+        _not_inside(planned.source.path, place, final)
     commit.check_target(place, planned.target, overwrite=options.overwrite)
-    _not_inside(planned.source.path, place, final)
     commit.check_space(place, planned.target.drafts)
     staging = commit.open_staging(place, planned.target.folder, digest)
     try:
@@ -349,8 +351,8 @@ def _run(
         digests = checked
     if source_stamp(planned.source) != stamp:
         raise VerifyError(
-            f"{planned.source.path}: a file has changed during the run; what was read may be of two "
-            "states. Run it again when the source is at rest."
+            f"{planned.source.path}: a file has changed during the run; what was read may be of "
+            "two states. Run it again when the source is at rest."
         )
     first = manifest.head(
         planned,
@@ -407,9 +409,10 @@ def _move(
     """
     target = planned.target
     total, moved_bytes, unsynced = planned.bytes_written, 0, 0
-    sums: dict[TensorId, Sum] = {t: s for row in staging.done.values() for t, s in row.items()}
+    known = target.layout.tensors
+    sums = {t: s for row in staging.done.values() for t, s in row.items() if t in known}
     losses = list(staging.losses)
-    work = {n: ts for n, ts in planned.names.items() if n not in staging.done}
+    work = {n: ts for n, ts in planned.names.items() if not all(t in sums for t in ts)}
     finished: dict[str, dict[TensorId, Sum]] = {}
     found: list[Loss] = []
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard import translate as translation
 from reshard.checkpoint import Checkpoint
 from reshard.dtypes import named
-from reshard.errors import CoverageError, LossError
+from reshard.errors import CoverageError, LossError, UsageError
 from reshard.families import ARGS, CONFIG, recognised
 from reshard.format import Format, Loss
 from reshard.schema import dialects
 from reshard.topology import Target
+
+#: The item of a TARGET that names a dialect: `dcp:names=hf`.
+NAMES = "names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +36,39 @@ class Crossed:
     notes: tuple[str, ...] = ()
 
 
-def dialect_of(form: Format, target: Target, like: Checkpoint | None) -> str | None:
+def dialect_of(form: Format, target: Target) -> str | None:
     """The dialect a target is written in; None: whatever the source speaks.
 
-    A format may say (`dialect(target)`), a TARGET variant may name one (`dcp.torchtitan`).
+    The item `names=` says; so may a format (`dialect(target)`) or a variant (`dcp.torchtitan`).
     """
+    named = target.options.get(NAMES)
+    if named is not None and named not in dialects():
+        raise UsageError(f"{NAMES}={named}: choose one of {', '.join(dialects())}")
     asked = getattr(form, "dialect", None)
     if asked is not None:
-        return str(asked(target))
-    if target.variant in dialects():
-        return target.variant
-    if like is not None and like.layout.naming != "torch":
-        return translation.WRITTEN.get(like.layout.naming)
-    return None
+        written = str(asked(target))
+        if named not in (None, written):
+            raise UsageError(f"{form.name} is written with {written} names, not {named}")
+        return written
+    return named or (target.variant if target.variant in dialects() else None)
 
 
-def cross(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> Crossed:
-    """The checkpoint in this dialect.
+def unnamed(target: Target) -> Target:
+    """The target without the item that says whose names are wanted."""
+    options = {k: v for k, v in target.options.items() if k != NAMES}
+    return replace(target, options=options)
+
+
+def cross(
+    checkpoint: Checkpoint, dialect: str | None, choice: Choice, like: Checkpoint | None = None
+) -> Crossed:
+    """The checkpoint in this dialect, or in that of the `like` reference where none is said.
 
     Raises CoverageError where no family joins the namings, LossError for quantised tensors that
     would have to be cut or cast and that nobody asked to dequantise.
     """
+    if dialect is None and like is not None and like.layout.naming != checkpoint.layout.naming:
+        dialect = _of_reference(checkpoint, like, choice)
     plain = dequantised(checkpoint, dialect, choice)
     if dialect is None or choice.schema == "none":
         return Crossed(plain)
@@ -72,6 +87,13 @@ def cross(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> Crosse
         kind = known.config.get("model_type")
         notes.append(f"the family is taken from the arguments: {found.family.name} ({kind})")
     return Crossed(found.checkpoint, found.losses, tuple(notes))
+
+
+def _of_reference(checkpoint: Checkpoint, like: Checkpoint, choice: Choice) -> str:
+    known = recognised(checkpoint, schema=choice.schema, config=choice.config)
+    if known is None:
+        raise CoverageError(_unknown(checkpoint, like.layout.naming))
+    return translation.spoken(like, known)
 
 
 def dequantised(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> Checkpoint:

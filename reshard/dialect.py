@@ -109,8 +109,19 @@ def shape_of(tensor: Logical, scope: Scope, name: str) -> tuple[int, ...]:
     return tuple(scope.count(n, name) for n in tensor.shape)
 
 
+#: More copies of a block, or of a tensor in one, than any model has.
+_MOST_COPIES = 1 << 14
+
+
 def _length(scope: Scope, run: Run) -> int:
-    return scope.count(run.count, f"run {run.name}") if run.over else 1
+    return _copies(scope.count(run.count, f"run {run.name}"), run.name) if run.over else 1
+
+
+def _copies(n: int, what: str) -> int:
+    """`n`, or a FormatError where a config has been damaged."""
+    if n > _MOST_COPIES:
+        raise FormatError(f"the config makes {n} of {what}; at most {_MOST_COPIES} are believed")
+    return n
 
 
 def _index(scope: Scope, run: Run, number: int) -> dict[str, int]:
@@ -127,7 +138,7 @@ def _full(run: Run, number: int, name: str) -> str:
 def _instances(scope: Scope, pattern: str) -> Iterator[Scope]:
     """The scope once per combination of the block's own indices that a name holds open."""
     open_ = [v for v in scope.family.indices if f"<{v}>" in pattern and v not in scope.index]
-    counts = [scope.count(scope.family.indices[v], v) for v in open_]
+    counts = [_copies(scope.count(scope.family.indices[v], v), v) for v in open_]
     for values in product(*map(range, counts)):
         yield scope.at(dict(zip(open_, values, strict=True))) if open_ else scope
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
 from reshard.crossing import Choice, in_naming_of
+from reshard.errors import CoverageError
 from reshard.files import Files, blocks
 from reshard.layout import refactor
 from reshard.plan import Cover, cover

@@ -101,7 +101,7 @@ def of_config(
     """The family whose model_type a config names. `sure`: the only one listed, whatever it says."""
     kind = config.get("model_type")
     for family in listed:
-        if kind in family.types or sure:
+        if (isinstance(kind, str) and kind in family.types) or sure:
             return Known(family, config)
     return None
 

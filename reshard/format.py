@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from reshard.checkpoint import Checkpoint, Json
-from reshard.errors import FormatError
+from reshard.errors import CorruptError, FormatError
 from reshard.layout import Draft, Layout
 from reshard.tensor import TensorId
 from reshard.topology import Target, Topology
@@ -245,7 +245,23 @@ def recognise(path: Path, options: OpenOptions) -> tuple[Format, Path]:
 
 
 def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Checkpoint:
-    """Open a checkpoint or the one that a run folder's tracker names. Headers only."""
+    """Open a checkpoint or the one that a run folder's tracker names. Headers only.
+
+    Raises CorruptError also for what the system cannot read, and for values that exhaust it.
+    """
     options = options or OpenOptions()
-    form, folder = recognise(Path(path), options)
-    return form.open(folder, options)
+    try:
+        form, folder = recognise(Path(path), options)
+        opened = form.open(folder, options)
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be read: {error}") from error
+    except RecursionError:
+        raise CorruptError(f"{path}: its values are nested too deeply. Save it again.") from None
+    except MemoryError:
+        raise CorruptError(
+            f"{path}: its headers ask for more memory than there is: they are damaged, or this "
+            "machine is too small"
+        ) from None
+    if not opened.layout.tensors:
+        raise CorruptError(f"{opened.path}: holds no tensor. Save it again.")
+    return opened

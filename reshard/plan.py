@@ -299,7 +299,7 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
     used = set(feeds.values())
     left: dict[str, int] = {}
     for tensor in source.layout.tensors:
-        if tensor not in used and tensor not in target.explained:
+        if tensor not in used and tensor not in target.explained and tensor not in feeds:
             left[tensor.slot] = left.get(tensor.slot, 0) + 1
             if tensor.slot == "param":
                 raise CoverageError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import matrix
-from support import FIXTURES
+from support import archive_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,9 +34,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def unpack(name: str) -> Path:
         folder = root / name
         if not folder.exists():
-            with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
+            with tarfile.open(archive_of(name)) as archive:
                 archive.extractall(folder.parent, filter="data")
-            for file in folder.rglob("*"):
+            for file in folder.parent.rglob("*"):
                 if file.is_file():
                     file.chmod(0o444)
         return folder

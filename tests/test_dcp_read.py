@@ -59,6 +59,14 @@ SOURCES = (
         step=6,
         ranks=None,
     ),
+    Source(
+        "wrappers/trainer_fsdp2_dp2_bf16_full",
+        "ckpt/checkpoint-6",
+        "torch",
+        groups=(16, 13),
+        step=6,
+        ranks=None,
+    ),
 )
 
 

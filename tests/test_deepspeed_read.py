@@ -69,9 +69,7 @@ def test_buffers_keep_their_dtype(unpacked: Unpacked):
     opened = reshard.open(unpacked("deepspeed/z3_dp2_bf16") / "ckpt")
     assert np.array_equal(opened["model.probe_int"][...], np.arange(7))
     assert opened["model.probe_int"].dtype == np.int64
-    assert np.array_equal(
-        opened["model.probe_float"][...], np.linspace(-1, 1, 5, dtype=np.float32)
-    )
+    assert np.array_equal(opened["model.probe_float"][...], np.linspace(-1, 1, 5, dtype=np.float32))
 
 
 def test_groups_name_their_members_and_options(unpacked: Unpacked):
@@ -103,4 +101,6 @@ def test_muons_momentum_is_read_as_whole_matrices(unpacked: Unpacked):
     assert len(held) == 21
     assert all(opened[n, "momentum_buffer"].dtype.name == "bfloat16" for n in held)
     straddling = "model.layers.0.mlp.down_proj.weight"
-    assert len(opened.checkpoint.layout.pieces(opened[straddling, "momentum_buffer"].logical.id)) == 2
+    assert (
+        len(opened.checkpoint.layout.pieces(opened[straddling, "momentum_buffer"].logical.id)) == 2
+    )

@@ -63,9 +63,13 @@ def results(
         name = name_of(fixture, target)
         cases.append(
             DeepSpeedCase(
-                name=name, checkpoint=root / str(i), fixture=folder, world=world, changes=changes,
+                name=name,
+                checkpoint=root / str(i),
+                fixture=folder,
+                world=world,
+                changes=changes,
                 floor=name in FLOORS,
-            )  # fmt: skip
+            )
         )
     cases += [replace(cases[0], name=f"spoilt {s}", spoil=s, floor=False) for s in SPOILS]
     tp2 = unpacked("deepspeed/tp2_dp1_z1_bf16")
@@ -78,9 +82,13 @@ def results(
     reshard.convert(elastic / "ckpt", root / "elastic", "deepspeed:zero1dp2")
     cases.append(
         DeepSpeedCase(
-            name="elastic", checkpoint=root / "elastic", fixture=elastic, world=2,
-            changes={"zero": {}}, steps=1,
-        )  # fmt: skip
+            name="elastic",
+            checkpoint=root / "elastic",
+            fixture=elastic,
+            world=2,
+            changes={"zero": {}},
+            steps=1,
+        )
     )
     tied = unpacked("deepspeed/pp2_dp2_z1_bf16_tied")
     reshard.convert(tied / "ckpt", root / "tied", "deepspeed:zero1dp1")
@@ -159,15 +167,15 @@ def test_there_and_back_is_the_identity(
     source = unpacked(f"deepspeed/{fixture}") / "ckpt"
     reshard.convert(source, tmp_path / "there", f"deepspeed:{target}")
     found = reshard.diff(source, tmp_path / "there")
-    weights = {d["kind"] for d in found["differences"]}
     # ZeRO 3 keeps no 16-bit weights; the expert groups are named by their degree
-    assert weights <= {"only-left", "option"}
     assert all(
-        d["kind"] == "only-left" or d["detail"].startswith("ep_size") for d in found["differences"]
+        d["kind"] in ("only-left", "only-right") or d["detail"].startswith("ep_size")
+        for d in found["differences"]
     )
     reshard.convert(tmp_path / "there", tmp_path / "back", "deepspeed:zero1dp2")
     again = reshard.diff(source, tmp_path / "back")["differences"]
-    assert {d["kind"] for d in again} <= {"option"}
+    kinds = {d["kind"] for d in again}
+    assert kinds <= ({"only-right"} if fixture.startswith("z3") else {"option"})
 
 
 def test_dropped_weights_of_zero_3_are_no_loss(unpacked: Unpacked, tmp_path: Path):
@@ -205,7 +213,12 @@ def test_equal_ranks_keep_everything(unpacked: Unpacked, tmp_path: Path):
     ],
 )
 def test_what_cannot_be_is_refused(
-    unpacked: Unpacked, tmp_path: Path, fixture: str, target: str, error: type[Exception], words: str
+    unpacked: Unpacked,
+    tmp_path: Path,
+    fixture: str,
+    target: str,
+    error: type[Exception],
+    words: str,
 ):
     source = unpacked(f"deepspeed/{fixture}") / "ckpt"
     with pytest.raises(error, match=words):
@@ -231,7 +244,11 @@ def test_a_pipeline_is_split_as_asked(unpacked: Unpacked, tmp_path: Path):
     reshard.convert(source, tmp_path / "out", "deepspeed:zero1pp3,split=2-3-2")
     assert reshard.diff(source, tmp_path / "out")["status"] == "equal"
     held = reshard.open(tmp_path / "out").checkpoint.native.pipeline.stages  # type: ignore[attr-defined]  # DeepSpeed's own
-    assert [sorted({n.split(".")[0] for n in s}) for s in held] == [["0", "1"], ["2", "3", "4"], ["5", "6"]]
+    assert [sorted({n.split(".")[0] for n in s}) for s in held] == [
+        ["0", "1"],
+        ["2", "3", "4"],
+        ["5", "6"],
+    ]
 
 
 def test_the_real_tools_read_what_is_written(unpacked: Unpacked, tmp_path: Path):

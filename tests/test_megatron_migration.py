@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import reshard
 from peers import MegatronCase, judge
 from reshard.containers import dcp
+from reshard.errors import CorruptError, FormatError, ReshardError
 from test_megatron_dist import stacked, truth_of
 
 Unpack = Callable[[str], Path]
@@ -87,7 +90,10 @@ TRUTHS = {
     "made-v014-moe-pp2ep2-fsms": "ep1pp1",
     "made-v014-moe-pp2ep2-dpzero": "ep4pp1",
     "made-v014-gpt-tied-pp2dp2-dpzero": "tp2pp1",
+    "made-v012-llama-tp2dp2-zarr": "pp4",
 }
+#: The same run, saved in another form.
+TRUTH_OF = {"made-v014-moe-pp2ep2-dpzero": "made-v014-moe-pp2ep2-fsms"}
 
 
 @pytest.mark.parametrize("name", TRUTHS)
@@ -95,7 +101,7 @@ def test_read_equals_the_live_run(unpacked: Unpack, tmp_path: Path, name: str) -
     """Every slot of a run of core 0.12.3 or 0.14.0, bit for bit, and of what it is made into."""
     folder = unpacked(f"megatron/{name}")
     reshard.convert(folder / "dist", tmp_path / "out", TRUTHS[name])
-    truth = truth_of(folder)
+    truth = truth_of(unpacked(f"megatron/{TRUTH_OF.get(name, name)}"))
     for opened in (reshard.open(folder / "dist"), reshard.open(tmp_path / "out")):
         left = dict(truth)
         for (own, slot), logical in opened.tensors.items():
@@ -118,6 +124,7 @@ JUDGED: list[tuple[str, str, dict[str, int], bool]] = [
     ("made-v014-moe-pp2ep2-fsms", "ep4pp1", {"ep": 4}, True),
     ("made-v014-moe-pp2ep2-dpzero", "ep1pp1", {}, True),
     ("made-v014-gpt-tied-pp2dp2-dpzero", "tp2pp1", {"tp": 2}, True),
+    ("made-v012-llama-tp2dp2-zarr", "tp1pp2", {"pp": 2}, True),
 ]
 
 
@@ -131,7 +138,7 @@ def test_todays_megatron_loads_them(unpacked: Unpack, tmp_path: Path) -> None:
             out,
             to,
         )
-        truth = source if has_truth else None
+        truth = unpacked(f"megatron/{TRUTH_OF.get(name, name)}") if has_truth else None
         cases.append(
             MegatronCase(name=f"{name} to {to}", checkpoint=out, truth=truth, steps=1, **degrees)
         )
@@ -141,3 +148,71 @@ def test_todays_megatron_loads_them(unpacked: Unpack, tmp_path: Path) -> None:
         assert result["slots"] == ["exp_avg", "exp_avg_sq", "master", "model"]
         assert result["adam_steps"] == [3]
         assert result["ok"], result
+
+
+ZARR = "megatron/made-v012-llama-tp2dp2-zarr"
+
+
+def zarr_copy(unpacked: Unpack, tmp_path: Path) -> Path:
+    made = tmp_path / "zarr"
+    shutil.copytree(unpacked(ZARR) / "dist" / "iter_0000003", made)
+    for file in made.rglob("*"):
+        file.chmod(0o755)
+    return made
+
+
+KEY = "decoder.layers.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "kind", "message"),
+    [
+        (".zarray", b'"compressor": null', b'"compressor": {"id": "blosc"}', FormatError, "blosc"),
+        (".zarray", b'"order": "C"', b'"order": "F"', FormatError, "order"),
+        (".zarray", b"bfloat16", b"<V2", FormatError, "dtype '<V2'"),
+        (".zarray", b'"zarr_format": 2', b'"zarr_format": 3', FormatError, "zarr format 2"),
+        (".zarray", b"{", b"[", CorruptError, "no zarr header"),
+        ("0.1.0", None, None, CorruptError, "0.1.0: this chunk is missing"),
+        ("0.1.0", b"", b"more", CorruptError, "0.1.0: has"),
+    ],
+)
+def test_zarr_arrays_that_megatron_does_not_write_are_refused(
+    unpacked: Unpack,
+    tmp_path: Path,
+    file: str,
+    old: bytes | None,
+    new: bytes | None,
+    kind: type[ReshardError],
+    message: str,
+) -> None:
+    made = zarr_copy(unpacked, tmp_path)
+    path = made / KEY / file
+    if old is None or new is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(kind, match=message):
+        reshard.open(made)
+
+
+def test_a_zarr_array_may_end_inside_its_last_chunk(unpacked: Unpack, tmp_path: Path) -> None:
+    """zarr stores such a chunk whole; Megatron's own chunks always fit."""
+    made = zarr_copy(unpacked, tmp_path)
+    whole = reshard.open(unpacked(ZARR) / "dist")["output_layer.weight"][...]
+    rows, columns = 112, whole.shape[1]
+    folder = made / "output_layer.weight"
+    raw = b"".join((folder / f"{i}.0").read_bytes() for i in range(2))
+    values = np.frombuffer(raw, np.uint16).reshape(rows, columns)
+    for file in folder.iterdir():
+        file.unlink()
+    for i in range(3):
+        for j in range(2):
+            chunk = np.full((48, 24), 7, np.uint16)
+            part = values[48 * i : 48 * (i + 1), 24 * j : 24 * (j + 1)]
+            chunk[: part.shape[0], : part.shape[1]] = part
+            (folder / f"{i}.{j}").write_bytes(chunk.tobytes())
+    header = {"shape": [rows, columns], "chunks": [48, 24], "dtype": "bfloat16", "zarr_format": 2}
+    header |= {"compressor": None, "filters": None, "order": "C", "fill_value": None}
+    (folder / ".zarray").write_text(json.dumps(header))
+    assert reshard.open(made)["output_layer.weight"][...].tobytes() == whole.tobytes()
+    assert reshard.fingerprint(made) == reshard.fingerprint(unpacked(ZARR) / "dist")

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -155,7 +155,7 @@ def odd_tensors() -> dict[str, np.ndarray[Any, Any]]:
     for kind in (t for t in TABLE if t.safetensors and t.name != "complex64"):
         raw = rng.integers(0, 2 if kind.name == "bool" else 256, 1200 * kind.itemsize, np.uint8)
         made[f"all.{kind.name}"] = raw.view(kind.numpy).reshape(30, 40)
-    made["one"] = np.float32(3.5).reshape(())
+    made["one"] = np.asarray(3.5, np.float32)
     made["none"] = np.zeros((0, 5), np.float32)
     made["../a name/with-ü~all"] = np.arange(3000, dtype=np.float32).reshape(3, 1000)
     made["a" * 300] = np.arange(2000, dtype=np.int64)
@@ -174,7 +174,7 @@ def odd(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
     return folder, made
 
 
-@pytest.mark.parametrize("to", ["universal", CUT, "universal:chunk=64,shard=128,small=0"])
+@pytest.mark.parametrize("to", ["universal", CUT, "universal:chunk=256,shard=1KiB,small=0"])
 def test_every_dtype_to_the_bit(
     odd: tuple[Path, dict[str, np.ndarray[Any, Any]]], tmp_path: Path, to: str
 ) -> None:
@@ -200,11 +200,12 @@ def test_node_names_are_safe_and_different(a: str, b: str) -> None:
 
 
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.lists(st.integers(1, 12), min_size=1, max_size=3),
     st.integers(1, 8),
     st.integers(1, 4000),
     st.integers(1, 20000),
 )
+@settings(deadline=None)
 def test_chunks_cover_an_array_once(
     shape: list[int], itemsize: int, chunk: int, shard: int
 ) -> None:
@@ -324,8 +325,8 @@ def refused(store: Path, tmp_path: Path, *words: str) -> None:
 @pytest.mark.parametrize("at", [0, 1500, 2047, 2050, 4200])
 def test_a_flipped_bit_names_array_and_chunk(store: Path, tmp_path: Path, at: int) -> None:
     """In the data, in the checksum, in the second chunk."""
-    flip(store / f"param/{MATRIX}/c.0.0", at)
-    refused(store, tmp_path, f"param/{MATRIX}", f"chunk [{at // 2052}, 0]", "CRC-32C")
+    flip(store / f"master/{MATRIX}/c.0.0", at)
+    refused(store, tmp_path, f"master/{MATRIX}", f"chunk [{at // 2052}, 0]", "CRC-32C")
 
 
 def test_a_flipped_bit_among_small_tensors(store: Path, tmp_path: Path) -> None:
@@ -334,22 +335,22 @@ def test_a_flipped_bit_among_small_tensors(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found_by_a_partial_read(store: Path) -> None:
-    flip(store / f"param/{MATRIX}/c.0.0", 2000)
+    flip(store / f"master/{MATRIX}/c.0.0", 2000)
     with pytest.raises(CorruptError, match="CRC-32C"):
-        reshard.open(store)[MATRIX][0:1]
-    assert reshard.open(store)[MATRIX][-1:].size  # another chunk
+        reshard.open(store)[MATRIX, "master"][0:1]
+    assert reshard.open(store)[MATRIX, "master"][-1:].size  # another chunk
 
 
 def test_a_lost_shard(store: Path, tmp_path: Path) -> None:
-    (store / f"param/{MATRIX}/c.1.0").unlink()
-    refused(store, tmp_path, f"param/{MATRIX}", "shard [1, 0]", "lost")
+    (store / f"master/{MATRIX}/c.1.0").unlink()
+    refused(store, tmp_path, f"master/{MATRIX}", "shard [1, 0]", "lost")
 
 
 @pytest.mark.parametrize("left", [0, 10, 100, -1])
 def test_a_shard_cut_short(store: Path, tmp_path: Path, left: int) -> None:
-    path = store / f"param/{MATRIX}/c.1.0"
+    path = store / f"master/{MATRIX}/c.1.0"
     path.write_bytes(path.read_bytes()[:left])
-    refused(store, tmp_path, f"param/{MATRIX}", "shard [1, 0]", "cut short")
+    refused(store, tmp_path, f"master/{MATRIX}", "shard [1, 0]", "cut short")
 
 
 def reindexed(path: Path, number: int, entry: tuple[int, int]) -> None:
@@ -369,14 +370,14 @@ def test_a_chunk_without_a_place(
     store: Path, tmp_path: Path, entry: tuple[int, int], word: str
 ) -> None:
     """An empty entry means zeros to other readers; here it is a lost chunk."""
-    reindexed(store / f"param/{MATRIX}/c.0.0", 2, entry)
-    refused(store, tmp_path, f"param/{MATRIX}", "chunk [2, 0]", word)
+    reindexed(store / f"master/{MATRIX}/c.0.0", 2, entry)
+    refused(store, tmp_path, f"master/{MATRIX}", "chunk [2, 0]", word)
 
 
 def test_another_chunk_in_its_place(store: Path, tmp_path: Path) -> None:
-    """Checksums are right; the fingerprint in the manifest is not."""
-    reindexed(store / f"param/{MATRIX}/c.0.0", 2, (0, 2052))
-    with pytest.raises(reshard.ReshardError, match=r"digest|fingerprint"):
+    """Checksums are right; the values are not what master and manifest say."""
+    reindexed(store / f"master/{MATRIX}/c.0.0", 2, (0, 2052))
+    with pytest.raises(reshard.ReshardError, match=r"digest|fingerprint|masters"):
         reshard.verify(store)
 
 
@@ -419,6 +420,7 @@ def test_json_that_another_writer_spelled(store: Path) -> None:
         found = json.loads(path.read_text())
         found["attributes"]["mine"] = [1]
         path.write_text(json.dumps(dict(sorted(found.items())), indent=3))
+    (store / "reshard.json").unlink()  # it knows each file's size and digest
     assert reshard.verify(store)["tensors"] > 0
 
 
@@ -504,10 +506,11 @@ def test_a_store_of_a_later_version(store: Path) -> None:
 
 # --- memory --------------------------------------------------------------------------------------
 
+#: VmHWM and not ru_maxrss, which a process has from the one that forked it.
 _PEAK = """
-import resource, sys, reshard
+import sys, reshard
 reshard.convert(sys.argv[1], sys.argv[2], sys.argv[3], memory=int(sys.argv[4]))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(next(x.split()[1] for x in open("/proc/self/status") if x.startswith("VmHWM")))
 """
 
 
@@ -519,7 +522,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     for a, b, to in (("source", "store", "universal"), ("store", "back", "megatron:tp2pp2")):
         command = [sys.executable, "-c", _PEAK, str(tmp_path / a), str(tmp_path / b), to]
         done = subprocess.run([*command, str(64 << 20)], check=True, capture_output=True, text=True)
-        assert int(done.stdout) / 1024 < 200
+        assert int(done.stdout) / 1024 < 150
     shutil.rmtree(tmp_path)
 
 

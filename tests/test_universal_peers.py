@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,10 @@ def strictly(store: Path, node: str) -> Array:
 READERS = pytest.mark.parametrize("read", [by_zarr, by_tensorstore, strictly])
 
 
-def tensors(store: Path, read: Callable[[Path, str], Array]) -> Iterator[tuple[str, str, Array]]:
-    """(name, slot, bits) of all tensors of a store, as docs/universal.md says to find them."""
+def tensors(
+    store: Path, read: Callable[[Path, str], Array]
+) -> Iterator[tuple[dict[str, Any], Array]]:
+    """What is said of each tensor, and its bits, as docs/universal.md says to find them."""
     root = zarr.open_group(str(store), mode="r")
     for group in root.attrs["reshard"]["arrays"]:
         for node in root[group].attrs["reshard"]["arrays"]:
@@ -61,8 +63,26 @@ def tensors(store: Path, read: Callable[[Path, str], Array]) -> Iterator[tuple[s
                 if group == "packed":
                     shape = tensor.get("padded", tensor["shape"])
                     held = values[tensor["start"] :][: prod(shape)].reshape(shape)
-                true = tuple(slice(n) for n in tensor["shape"])
-                yield tensor["name"], tensor["slot"], held[true]
+                yield tensor, held[tuple(slice(n) for n in tensor["shape"])]
+
+
+def truth_of(folder: Path) -> dict[str, Array]:
+    """The tensors of the live run, gathered from it and not from a file, but for its steps."""
+    found = load_file(folder / "truth.safetensors")
+    return {k: v for k, v in found.items() if k.partition(".")[0] != "step"}
+
+
+def stacked(key: str, truth: Collection[str]) -> tuple[str, tuple[int, ...]]:
+    """The key under which a tensor is in the truth, and its place among layers and experts."""
+    layer, expert = r"(decoder\.layers\.)(\d+)\.", r"(experts\.experts\.)(\d+)\."
+    for stacks in ((), (layer,), (expert,), (layer, expert)):
+        found, at = key, list[int]()
+        for stack in stacks:
+            m = re.search(stack, found)
+            found, at = (found.replace(m[0], m[1]), [*at, int(m[2])]) if m else (found, at)
+        if found in truth:
+            return found, tuple(at)
+    raise KeyError(key)
 
 
 @READERS
@@ -70,41 +90,33 @@ def tensors(store: Path, read: Callable[[Path, str], Array]) -> Iterator[tuple[s
 def test_the_live_run_is_in_the_store(
     unpacked: Unpack, tmp_path: Path, name: str, read: Callable[[Path, str], Array]
 ) -> None:
-    """The truth was gathered from Megatron's run, not from a file."""
+    """Megatron's truth stacks layers and experts, as torch_dist does; the store does not."""
     fixture = unpacked(f"megatron/{name}")
     reshard.convert(fixture / "dist", tmp_path / "store", CUT)
-    left = dict(reshard.open(fixture / "dist").checkpoint.layout.tensors)
-    truth = {v.tobytes() for k, v in load_file(fixture / "truth.safetensors").items()}
-    source = reshard.open(fixture / "dist")
-    whole = 0
-    for tensor, slot, values in tensors(tmp_path / "store", read):
-        logical = next(t for t in left if (t.name, t.slot) == (tensor, slot))
-        del left[logical]
-        expected = source[tensor, slot][...]
+    truth, seen = truth_of(fixture), dict[str, int]()
+    for row, values in tensors(tmp_path / "store", read):
+        slot = row["slot"].replace("param", "model")
+        key, at = stacked(f"{slot}.{row.get('stored_name', row['name'])}", truth)
+        expected = truth[key][at][tuple(slice(n) for n in values.shape)]
         assert (values.dtype, values.shape) == (expected.dtype, expected.shape)
         assert values.tobytes() == expected.tobytes()
-        whole += values.tobytes() in truth
-    assert not left
-    assert whole > 8  # what torch_dist does not stack is in the truth as it stands
+        seen[key] = seen.get(key, 0) + values.size
+    assert seen.keys() == truth.keys()
 
 
 @READERS
-@pytest.mark.parametrize("to", ["universal", CUT, "universal:chunk=64,shard=128,small=0"])
+@pytest.mark.parametrize("to", ["universal", CUT])
 def test_fsdp_truth_is_in_the_store(
     unpacked: Unpack, tmp_path: Path, read: Callable[[Path, str], Array], to: str
 ) -> None:
     fixture = unpacked("dcp/fsdp2_w2_fp32")
     reshard.convert(fixture / "checkpoint", tmp_path / "store", to)
-    truth = load_file(fixture / "truth.safetensors")
-    found = {
-        (name if slot == "param" else f"{name}/{slot}"): values
-        for name, slot, values in tensors(tmp_path / "store", read)
-    }
-    shared = [(k, next((t for t in truth if t.endswith(k)), None)) for k in found]
-    assert sum(t is not None for _, t in shared) > 0
-    for key, theirs in shared:
-        if theirs is not None:
-            assert found[key].tobytes() == truth[theirs].tobytes()
+    truth = truth_of(fixture)
+    for row, values in tensors(tmp_path / "store", read):
+        expected = truth.pop(f"{row['slot'].replace('param', 'model')}.{row['name']}")
+        assert (values.dtype, values.shape) == (expected.dtype, expected.shape)
+        assert values.tobytes() == expected.tobytes()
+    assert not truth
 
 
 @READERS
@@ -125,7 +137,7 @@ def test_every_dtype(tmp_path: Path, read: Callable[[Path, str], Array]) -> None
     save_file(made, source / "model.safetensors")
     (source / "config.json").write_text("{}")
     reshard.convert(source, tmp_path / "store", CUT)
-    found = {name: values for name, _, values in tensors(tmp_path / "store", read)}
+    found = {row["name"]: values for row, values in tensors(tmp_path / "store", read)}
     assert found.keys() == made.keys()
     for name, values in made.items():
         assert found[name].dtype == values.dtype
@@ -150,7 +162,7 @@ def test_a_flipped_bit_is_seen_by_both(store: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(ValueError, match="checksum"):
         by_zarr(store, "param/w")
-    with pytest.raises(ValueError, match="CRC-32C"):
+    with pytest.raises(ValueError, match="Digest mismatch"):
         by_tensorstore(store, "param/w")
 
 
@@ -178,13 +190,13 @@ def test_what_tensorstore_writes_into_a_store_is_read(store: Path) -> None:
     zarr.open_group(str(store), mode="r+")["param/w"][10:20] = 7
     values[10:20] = 7
     assert reshard.open(store)["w"][...].tobytes() == values.tobytes()
-    with pytest.raises(reshard.ReshardError, match="digest|fingerprint|bytes"):
+    with pytest.raises(reshard.ReshardError, match=r"digest|fingerprint|bytes"):
         reshard.verify(store)
 
 
 def test_zarr_python_lists_the_store(store: Path) -> None:
+    """It warns of the manifest beside the groups, which is no zarr node; groups list cleanly."""
     root = zarr.open_group(str(store), mode="r")
-    assert sorted(root.group_keys()) == ["param"]
-    assert sorted(root["param"].array_keys()) == ["w"]
-    found = json.loads((store / "param/w/zarr.json").read_text())
-    assert root["param/w"].metadata.to_dict()["codecs"] == tuple(found["codecs"]) or True
+    assert list(root["param"].array_keys()) == ["w"]
+    assert root["param/w"].shape == (64, 128)
+    assert root.attrs["reshard"]["arrays"] == ["param"]

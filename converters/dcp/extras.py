@@ -54,6 +54,7 @@ def keep_extras(source: Checkpoint, aim: Goal) -> Kept:
             kept.drop(path, f"names {', '.join(foreign[:3])}: code is never written again")
         elif aim.same_kind or _has_place(extra, aim, schedule):
             _keep(kept, extra)
+            _rescale(source, aim, kept, extra)
         elif schedule is None or extra not in schedule.leaves:
             kept.drop(path, f"no place for it in a checkpoint of kind {aim.dialect.kind}")
     if not aim.same_kind:
@@ -99,6 +100,29 @@ def _keep(kept: Kept, extra: ObjectLeaf) -> None:
     else:
         kept.entries.append((extra.path, extra.value))
     kept.fates.append(Fate(extra.file or dotted(extra.path), "keep"))
+
+
+_PREPARED = "scheduler.bin"
+
+
+def _rescale(source: Checkpoint, aim: Goal, kept: Kept, extra: ObjectLeaf) -> None:
+    """A scheduler that accelerate prepared steps once for each rank: count for the target's ranks.
+
+    Source: accelerate 1.15.0 scheduler.py, AcceleratedScheduler.step; a resume in another world
+    has a wrong rate otherwise.
+    """
+    state, ranks = extra.value.obj, source.topology.dp
+    steps = set(source.steps.values())
+    if extra.file != _PREPARED or not isinstance(state, dict) or not ranks or len(steps) != 1:
+        return
+    step = int(next(iter(steps)))
+    if ranks in (1, aim.ranks) or state.get("last_epoch") != step * ranks:
+        return
+    moved = {**state, "last_epoch": step * aim.ranks}
+    if "_step_count" in moved:
+        moved["_step_count"] = step * aim.ranks + 1
+    kept.files[_PREPARED] = Carried(moved, extra.value.values)
+    kept.fates[-1] = Fate(_PREPARED, "remap", f"{aim.ranks} scheduler steps to a step, not {ranks}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +177,8 @@ def _move(source: Checkpoint, aim: Goal, schedule: Schedule | None, kept: Kept) 
         names = ", ".join(leaf.file or dotted(leaf.path) for leaf in schedule.leaves) or "scheduler"
         if kind == "accelerate":
             state: dict[str, object] = {k: v.obj for k, v in schedule.fields.items()}
-            kept.files["scheduler.bin"] = Carried(state)
-            kept.fates.append(Fate(names, "remap", "scheduler.bin"))
+            kept.files[_PREPARED] = Carried(state)
+            kept.fates.append(Fate(names, "remap", _PREPARED))
         else:
             for name, value in schedule.fields.items():
                 if kind != "torchtitan" or name == "last_epoch":

@@ -146,7 +146,7 @@ def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of torch.save files, and the small values in them."""
     root = path.parent if path.is_file() else path
     if path.is_dir() and is_trainer(path):
-        return _open_trainer(path)
+        return _open_trainer(path, options)
     listed = _Listed(((path.name, ()),)) if path.is_file() else _listed(path)
     if listed is None:
         raise FormatError(f"{path}: holds no state of torch.save")
@@ -173,11 +173,12 @@ def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
             leaves=(*leaves, *more),
             files=tuple(names),
             ranks=listed.ranks,
+            weights_only=options.weights_only,
         )
     )
 
 
-def _open_trainer(folder: Folder) -> Checkpoint:
+def _open_trainer(folder: Folder, options: OpenOptions) -> Checkpoint:
     """A Trainer's folder of one process, or of DDP."""
     leaves, names = trainer_leaves(folder)
     more, side = side_leaves(folder)
@@ -189,6 +190,7 @@ def _open_trainer(folder: Folder) -> Checkpoint:
             kind="plain",
             leaves=(*leaves, *more),
             files=(*names, *side),
+            weights_only=options.weights_only,
         )
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path as Folder
 
 import numpy as np
@@ -39,8 +39,8 @@ class Found:
     files: tuple[str, ...]
     ranks: int | None = None
     folders: tuple[str, str] = ("", "")  # of the model and of the optimizer
-    iteration: int | None = None
     problems: tuple[str, ...] = ()
+    weights_only: bool = False
 
 
 def build(found: Found) -> Checkpoint:
@@ -49,6 +49,8 @@ def build(found: Found) -> Checkpoint:
     Raises CorruptError or FormatError for what contradicts itself or cannot be told.
     """
     roles = sort_leaves(found.leaves, lightning=found.kind == "lightning")
+    if found.weights_only:
+        roles.state, roles.groups = [], []
     numbers, note = _numbers(found, roles)
     tensors, leaves = _tensors(roles, numbers)
     steps = _steps(found.root, roles, numbers)
@@ -270,8 +272,6 @@ _STEPS = (
 
 def _iteration(found: Found, shown: Mapping[str, Json], steps: Mapping[str, float]) -> int | None:
     """The training step: as the loop says, else the folder's name, else the optimizer's counter."""
-    if found.iteration is not None:
-        return found.iteration
     for path in (*_STEPS, *(p for p in shown if p.rpartition(".")[2] == "step")):
         value = shown.get(path)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -282,8 +282,3 @@ def _iteration(found: Found, shown: Mapping[str, Json], steps: Mapping[str, floa
             return int(match[1])
     counted = set(steps.values())
     return int(next(iter(counted))) if len(counted) == 1 else None
-
-
-def with_extras(found: Found, more: Sequence[Leaf], files: Sequence[str]) -> Found:
-    """The same with leaves of side files."""
-    return replace(found, leaves=(*found.leaves, *more), files=(*found.files, *files))

@@ -138,7 +138,8 @@ def _mesh(mesh: dict[str, object], where: str) -> tuple[tuple[int, ...], tuple[i
         sizes = drawn.shape
     elif "axes" in layout:  # torch 2.13
         axes = layout["axes"]
-        assert isinstance(axes, tuple | list)
+        if not isinstance(axes, tuple | list):
+            raise CorruptError(f"{where}: the axes of its device mesh are {axes!r:.60}")
         sizes = tuple(prod(_sizes(_fields(a).get("shape"), where)) for a in axes)
     else:  # between: shape is a nested tuple of ints
         shape = layout.get("shape", ())
@@ -168,7 +169,7 @@ def _cut(placement: object, where: str) -> _Cut:
     split = fields.get("split_factor")
     if name == "_StridedShard" and isinstance(dim, int) and isinstance(split, int):
         return _Cut(dim, split)
-    raise FormatError(f"{where}: the placement {name or placement!r:.60} is not read")
+    raise FormatError(f"{where}: the placement {name or repr(placement)[:60]} is not read")
 
 
 def _sequence(

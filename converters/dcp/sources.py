@@ -86,6 +86,7 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
             files=(*files, *names),
             ranks=_checked_ranks(folder, ranks, options),
             folders=folders,
+            weights_only=options.weights_only,
         )
     )
 

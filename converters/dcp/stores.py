@@ -75,7 +75,7 @@ class Store:
 
 
 def open_store(root: Folder, under: str) -> tuple[Store, list[Leaf]]:
-    """A DCP folder and its leaves, in the metadata's order.
+    """A DCP folder and its leaves, in the order of the state dict that was saved.
 
     Raises CorruptError for a save that is incomplete or contradicts itself.
     """
@@ -89,13 +89,13 @@ def open_store(root: Folder, under: str) -> tuple[Store, list[Leaf]]:
         store.give(located(folder, metadata))
     single = [k for k, e in metadata.tensors.items() if prod(e.shape) == 1]
     store.locate(single, keep=True)
-    leaves: list[Leaf] = [
-        TensorLeaf(paths[key], entry.shape, entry.dtype, store.finder(key))
+    by_key: dict[str, Leaf] = {
+        key: TensorLeaf(paths[key], entry.shape, entry.dtype, store.finder(key))
         for key, entry in metadata.tensors.items()
-    ]
-    leaves += [
-        ObjectLeaf(paths[key], value) for key, value in _objects(folder, metadata.objects.items())
-    ]
+    }
+    for key, value in _objects(folder, metadata.objects.items()):
+        by_key[key] = ObjectLeaf(paths[key], value)
+    leaves = [by_key[key] for key in paths]
     return store, leaves
 
 
@@ -124,7 +124,11 @@ def _check_cover(folder: Folder, key: str, entry: TensorEntry) -> None:
 
 
 def _paths(folder: Folder, metadata: Metadata) -> dict[str, Path]:
-    """The path of every key: only planner_data gives it, as keys hold dots themselves."""
+    """The path of every key: only planner_data gives it, as keys hold dots themselves.
+
+    In the order of planner_data, which is the state dict's; the metadata's own is that of the
+    ranks that were chosen to write.
+    """
     known = metadata.planner_data
     keys = [*metadata.tensors, *metadata.objects]
     if known is None:
@@ -132,10 +136,9 @@ def _paths(folder: Folder, metadata: Metadata) -> dict[str, Path]:
     if not isinstance(known, dict):
         raise CorruptError(f"{folder}: planner_data is {known!r:.80}, not a dict")
     out: dict[str, Path] = {}
-    for key in keys:
-        path = known.get(key)
-        if path is None:
-            path = (key,)
+    there = set(keys)
+    for key in dict.fromkeys((*(k for k in known if k in there), *keys)):
+        path = known.get(key, (key,))
         if not isinstance(path, tuple) or not all(type(p) in (str, int) for p in path) or not path:
             raise CorruptError(f"{folder}: planner_data of {key} is {path!r:.80}, not a path")
         out[key] = path

@@ -78,7 +78,7 @@ def declare_dcp(source: Checkpoint, target: Target, options: WriteOptions) -> De
         layout=Layout(logical, pieces.__getitem__, NAMING),
         drafts=drafts,
         losses=tuple(kept.losses),
-        notes=_notes(aim),
+        notes=notes(aim, explained),
         fates=(*fates, *kept.fates, *step_fates(source, aim)),
         recipe=recipe(source, aim, groups),
         explained=explained,
@@ -249,10 +249,17 @@ def _metadata(
 # ---------------------------------------------------------------------- what is said
 
 
-def _notes(aim: Goal) -> tuple[str, ...]:
+def notes(aim: Goal, explained: frozenset[TensorId]) -> tuple[str, ...]:
+    """What a person should know of the target."""
+    said = []
     if aim.chunk is None and not aim.dp_given:
-        return (f"dp is not said: cut for {aim.ranks} ranks; any mesh loads it",)
-    return ()
+        said.append(f"dp is not said: cut for {aim.ranks} ranks; any mesh loads it")
+    if explained:
+        said.append(
+            f"{len(explained)} weights are the source's masters in full width: torch keeps one "
+            "copy, and rounds it itself under mixed precision"
+        )
+    return tuple(said)
 
 
 def recipe(source: Checkpoint, aim: Goal, groups: Sequence[TargetGroup]) -> Mapping[str, Json]:

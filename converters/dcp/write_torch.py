@@ -26,7 +26,7 @@ from .leaves import dotted
 from .read import NAMING
 from .state import STEP, Dialect, State
 from .values import ALLOWED, Carried, Path, renamed, tensor
-from .write import base_lrs, recipe, step_fates, steps_of
+from .write import base_lrs, notes, recipe, step_fates, steps_of
 
 _FILE = "checkpoint.pt"
 
@@ -88,6 +88,7 @@ def declare_torch(source: Checkpoint, target: Target, options: WriteOptions) -> 
         layout=Layout(logical, pieces.__getitem__, NAMING),
         drafts=[draft],
         losses=tuple(kept.losses),
+        notes=notes(replace(aim, dp_given=True), explained),
         fates=(*fates, *kept.fates, *step_fates(source, aim)),
         recipe={**recipe(source, aim, groups), "load": f"torch.load({name!r})"},
         explained=explained,

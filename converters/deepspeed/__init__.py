@@ -9,7 +9,13 @@ from reshard.checkpoint import Checkpoint
 from reshard.format import Declaration, OpenOptions, WriteOptions
 from reshard.topology import Target
 
-from .folder import LATEST, recognise_native, tagged_folder
+from .folder import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    recognise_native,
+    recognise_universal,
+    tagged_folder,
+)
 
 
 @dataclass(frozen=True)
@@ -41,4 +47,33 @@ class DeepSpeed:
         return declare_native(source, target, options)
 
 
-FORMATS = (DeepSpeed(),)
+@dataclass(frozen=True)
+class Universal:
+    """Universal checkpoints, which a job of any stage and size loads."""
+
+    name: str = "deepspeed-universal"
+    summary: str = "zero/NAME/fp32.pt beside model states"
+    writes: bool = True
+
+    def recognise(self, folder: Path) -> str | None:
+        """Why a folder is one."""
+        return recognise_universal(folder)
+
+    def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
+        """The universal folder of a run folder."""
+        return tagged_folder(run, iteration, LATEST_UNIVERSAL)
+
+    def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
+        """Read headers."""
+        from .universal_read import open_universal
+
+        return open_universal(folder, options)
+
+    def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
+        """Lay out a target."""
+        from .universal_write import declare_universal
+
+        return declare_universal(source, target, options)
+
+
+FORMATS = (DeepSpeed(), Universal())

@@ -62,7 +62,7 @@ def carried_entries(
     """Everything of a model-states file beside the module and its shapes."""
     own = dict(sheet.entries(aim.top))
     out: dict[object, object] = {
-        "lr_scheduler": own.pop("lr_scheduler", None),
+        "lr_scheduler": own.pop("lr_scheduler", _schedule(source)),
         "data_sampler": own.pop("data_sampler", None),
         "random_ltd": own.pop("random_ltd", None),
         "skipped_steps": own.pop("skipped_steps", 0),
@@ -86,6 +86,12 @@ def carried_entries(
     return out
 
 
+def _schedule(source: Checkpoint) -> object:
+    """The state of DeepSpeed's own schedulers at a step, for a source of another framework."""
+    foreign = not isinstance(source.native, Native)
+    return {"last_batch_iteration": source.iteration - 1} if foreign and source.iteration else None
+
+
 def _samples(source: Checkpoint, aim: Goal) -> int:
     found = source.extras.get("global_samples", source.extras.get("consumed_train_samples"))
     if isinstance(found, int):
@@ -105,7 +111,7 @@ def tp_info(aim: Goal) -> dict[str, object]:
         return f"^{re.escape(name)}$"
 
     axes = {n: cut_axis(n, c) for n, c in aim.affine.items()}
-    vocab = [n for n in axes if axes[n] == 0 and n.endswith(("lm_head.weight", "embed_out.weight"))]
+    vocab = [n for n in axes if n in aim.vocabulary and axes[n] == 0]
     info: dict[str, object] = {
         "universal_checkpoint_version": 0.4,
         "parameter_with_row_parallelism_patterns": [pattern(n) for n in axes if axes[n] == 1],
@@ -136,7 +142,7 @@ def fates_of(source: Checkpoint, aim: Goal) -> tuple[Fate, ...]:
             kept = path in ("global_samples", "consumed_train_samples")
             out.append(
                 Fate(path, "keep" if kept else "drop",
-                     "" if kept else "another framework's field, with no place in DeepSpeed's files")
+                     "" if kept else "another framework's field: DeepSpeed's files have no place")
             )  # fmt: skip
     else:
         out += _own_fates(own, aim)
@@ -162,7 +168,9 @@ def _own_fates(own: Native, aim: Goal) -> list[Fate]:
     for key in client if isinstance(client, dict) else ():
         detail = ""
         if _random(str(key)) and not same:
-            detail = "rank 0's, in every file: the ranks' streams were not all saved or have changed"
+            detail = (
+                "rank 0's, in every file: the ranks' streams were not all saved or have changed"
+            )
         out.append(Fate(f"client.{key}", "keep", detail))
     out += [Fate(f"client.{key}", "drop", "names code that is not written") for key in own.refused]
     settings = own.settings.obj
@@ -228,5 +236,3 @@ def recipe_of(source: Checkpoint, aim: Goal) -> dict[str, Json]:
 
 def _scheduler(aim: Goal) -> bool:
     return isinstance(aim.top.obj, dict) and aim.top.obj.get("lr_scheduler") is not None
-
-

@@ -1,4 +1,4 @@
-"""Where a parameter's elements lie in ZeRO's flat partitions; source and target use the same sums."""
+"""Where a parameter's elements lie in ZeRO's flat partitions, for source and target alike."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter of a flat group: its local shape and the element of the flat space it starts at."""
+    """A parameter of a flat group: its local shape, and its first element in the flat space."""
 
     name: str
     shape: tuple[int, ...]

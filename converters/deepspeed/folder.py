@@ -50,7 +50,7 @@ class TagFiles:
     def names(self) -> tuple[str, ...]:
         """Every file that belongs to the checkpoint, sorted."""
         tables = (self.model, self.model3, self.optim, self.layers, self.layers_tp, self.experts)
-        found = {name for table in tables for name in table.values()}  # type: ignore[attr-defined]  # all are mappings to str
+        found = {name for table in tables for name in table.values()}
         return tuple(sorted(found | set(self.expert_optim.values())))
 
 

@@ -43,6 +43,8 @@ class Goal:
     aligned: bool = False
     elastic: bool = False  # the source records no options
     sub_group_size: int = SUB_GROUP_SIZE
+    cuts: Mapping[str, int | None] = field(default_factory=dict)  # axis of tensor-parallel cuts
+    vocabulary: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     @property
@@ -96,7 +98,7 @@ def goal(source: Checkpoint, target: Target, options: WriteOptions, stage: int |
         settings=own.settings if own else Carried({}),
         top=own.top if own else Carried({}),
         client=own.client if own else Carried({}),
-        config=(like or own).config if (like or own) else {},
+        config=shape.config if shape else {},
         iteration=source.iteration or 0,
         tag=_tag(source, own, asked.get("tag")),
         pipeline=pipeline,
@@ -106,6 +108,8 @@ def goal(source: Checkpoint, target: Target, options: WriteOptions, stage: int |
         aligned=shape.aligned if shape and wanted in (1, 2) else False,
         elastic=any(g.options is None for g in groups),
         sub_group_size=_sub_group_size(asked.get("sub_group_size"), shape),
+        cuts={n: recut.cut_axis(n, c) for n, c in (shape.affine if shape else {}).items()},
+        vocabulary=shape.vocabulary if shape else frozenset(),
         notes=tuple(notes),
     )
 
@@ -138,9 +142,7 @@ def _topology(
     return place
 
 
-def _stage(
-    target: Target, own: Native | None, like: Native | None, notes: list[str]
-) -> int:
+def _stage(target: Target, own: Native | None, like: Native | None, notes: list[str]) -> int:
     asked = target.degrees.get("zero")
     if asked is not None:
         if asked not in (1, 2, 3):
@@ -200,7 +202,16 @@ def _groups(source: Checkpoint, own: Native | None, like: Native | None) -> tupl
 
 
 def _present(source: Checkpoint, group: Group) -> Group:
-    """The group without members that --include or --exclude left out."""
+    """The group without members that --include or --exclude left out.
+
+    Raises LossError if its members have counted different steps.
+    """
+    steps = {source.steps[n] for n in group.members if n in source.steps}
+    if len(steps) > 1:
+        raise LossError(
+            f"a param group counts steps {sorted(steps)[:4]} for its members; a ZeRO partition has "
+            "one counter"
+        )
     kept = tuple(n for n in group.members if _held(source, n))
     return group if len(kept) == len(group.members) else replace(group, members=kept)
 
@@ -234,7 +245,8 @@ def _alike(wanted: Group, mine: Sequence[Group], source: Checkpoint) -> Group:
     missing = [n for n in wanted.members if n not in by_name]
     if missing:
         raise LayoutError(
-            f"--like optimizes {missing[0]} ({len(missing)} such), which {source.path} has no state for"
+            f"--like optimizes {missing[0]} ({len(missing)} such), and {source.path} has no state "
+            "for it"
         )
     from_ = [by_name[n] for n in dict.fromkeys(wanted.members)]
     first = from_[0] if from_ else wanted

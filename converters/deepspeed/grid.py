@@ -1,4 +1,4 @@
-"""Every rank's files of a tag folder, parsed and held against each other: one save, none missing."""
+"""Every rank's files of a tag folder, parsed and compared: of one save, and none missing."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def read_grid(files: TagFiles, options: OpenOptions) -> Grid:
             f"{folder}: no model-states file (mp_rank_00_model_states.pt, or under ZeRO 3 "
             "zero_pp_rank_0_mp_rank_00_model_states.pt) is there; the checkpoint is incomplete"
         )
-    models = _models(files, zero3)
+    models = model_files(files, zero3)
     first = models[0]
-    fragments, replicas = _replicas(files, models) if zero3 else ((), ())
+    fragments, replicas = replicas_of(files, models) if zero3 else ((), ())
     ranks = () if options.weights_only and not zero3 else _ranks(files, first)
-    tp, pp = _degrees(files, first)
+    tp, pp = degrees_of(files, first)
     config_stage = first.zero_config.get("stage", 0)
     stage = ranks[0][0].stage if ranks else None
     form = "zero"
@@ -72,7 +72,7 @@ def read_grid(files: TagFiles, options: OpenOptions) -> Grid:
     if stage is None:
         stage = 3 if zero3 else (whole(config_stage, first.name) if options.weights_only else 0)
         form = "plain" if stage == 0 else "zero"
-    _check_given(options, {"tp": tp, "pp": pp, "dp": first.dp, "zero": stage})
+    check_given(options, {"tp": tp, "pp": pp, "dp": first.dp, "zero": stage})
     return Grid(
         files, stage, form, tp, pp, first.dp, models, ranks, fragments, replicas,
         round_robin=bool(first.zero_config.get("round_robin_gradients")) and stage in (1, 2),
@@ -90,8 +90,8 @@ def _is_zero3(files: TagFiles) -> bool:
     if len(files.prefixes) > 1:
         a_, b_ = sorted(files.prefixes)[:2]
         raise CorruptError(
-            f"{files.folder}: optimizer files begin with {a_ or 'zero_'!r} and {b_!r}: two saves in "
-            "one folder. Remove the files of the older one."
+            f"{files.folder}: optimizer files begin with {a_ or 'zero_'!r} and {b_!r}: two saves "
+            "in one folder. Remove the files of the older one."
         )
     return bool(files.model3)
 
@@ -105,7 +105,7 @@ def _no_offload(folder: Path) -> None:
         )
 
 
-def _models(files: TagFiles, zero3: bool) -> tuple[ModelFile, ...]:
+def model_files(files: TagFiles, zero3: bool) -> tuple[ModelFile, ...]:
     table = {mp: n for (mp, dp), n in files.model3.items() if dp == 0} if zero3 else files.model
     name = "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt" if zero3 else _MODEL
     if 0 not in table:
@@ -158,7 +158,7 @@ def _check_save(first: ModelFile, other: ModelFile) -> None:
             )
 
 
-def _replicas(
+def replicas_of(
     files: TagFiles, models: Sequence[ModelFile]
 ) -> tuple[
     tuple[tuple[Mapping[str, StoredArray], ...], ...],
@@ -226,7 +226,7 @@ def _ranks(files: TagFiles, first: ModelFile) -> tuple[tuple[RankState, ...], ..
     return tuple(out)
 
 
-def _degrees(files: TagFiles, first: ModelFile) -> tuple[int, int]:
+def degrees_of(files: TagFiles, first: ModelFile) -> tuple[int, int]:
     """(tp, pp). Older files do not say: a pipeline shows by its layer files.
 
     Source: checkpoint/reshape_3d_utils.py @ 0.19.8.
@@ -244,7 +244,7 @@ def _degrees(files: TagFiles, first: ModelFile) -> tuple[int, int]:
     return (1, first.mp) if files.layers else (first.mp, 1)
 
 
-def _check_given(options: OpenOptions, found: Mapping[str, int]) -> None:
+def check_given(options: OpenOptions, found: Mapping[str, int]) -> None:
     for degree, n in options.given.degrees.items():
         if found.get(degree, n) != n:
             raise FormatError(f"--from says {degree}={n}, the files say {degree}={found[degree]}")

@@ -1,4 +1,4 @@
-"""Reads one model-states file: module tensors, shapes in flat order, frozen parameters, the rest."""
+"""Reads one model-states file: module tensors, shapes in flat order, frozen parameters."""
 
 from __future__ import annotations
 

@@ -171,6 +171,16 @@ def _literal(pattern: str) -> str:
     return name
 
 
+def vocabulary_of(grid: Grid) -> frozenset[str]:
+    """The parameters that AutoTP cuts along the vocabulary."""
+    info = grid.first.top.get("universal_checkpoint_info")
+    if grid.tp == 1 or not isinstance(info, Mapping):
+        return frozenset()
+    patterns = list(texts(info.get("vocabulary_parameter_patterns")))
+    every = {n for m in grid.models for s in m.shapes or () for n in s}
+    return frozenset(n for n in every if any(re.match(p, n) for p in patterns))
+
+
 def _by_patterns(grid: Grid, info: Mapping[object, object]) -> dict[str, Affine]:
     """Cuts as the older tables of patterns give them: rows, columns, or replicated.
 
@@ -262,9 +272,7 @@ def _expert_shapes(grid: Grid) -> list[str]:
     return [n for m in grid.models for s in m.shapes or () for n in s]
 
 
-def _expert_ranks(
-    grid: Grid, counts: Mapping[str, int], local: Mapping[str, set[int]]
-) -> int:
+def _expert_ranks(grid: Grid, counts: Mapping[str, int], local: Mapping[str, set[int]]) -> int:
     """Expert-parallel ranks: global experts over those that one rank's optimizer names."""
     degrees = {counts[p] // len(ids) for p, ids in local.items() if p in counts}
     if not degrees and grid.files.expert_optim:

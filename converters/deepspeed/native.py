@@ -81,6 +81,7 @@ class Native:
     pipeline: Pipeline | None = None
     experts: Experts | None = None
     affine: Mapping[str, Affine] = field(default_factory=dict)
+    vocabulary: frozenset[str] = frozenset()  # cut along the vocabulary by AutoTP
     sub_group_size: int | None = None
     named: bool = True  # its folder is a tag's
     refused: tuple[str, ...] = ()  # client entries that may not be written again

@@ -93,12 +93,13 @@ def read_rank(folder: Path, name: str, *, slices: bool = False) -> RankState:
     if found is None:
         raise FormatError(f"{where}: holds no optimizer state; load the checkpoint --weights-only")
     state = mapping(found, f"{where}: optimizer_state_dict")
+    options: Options | None
     stage = None if state.get("zero_stage") is None else whole(state["zero_stage"], where)
     if stage is None and "fp32_flat_groups" in state:
         stage = 3
     if stage == 3:
-        states, options, subgroups = _zero3(file, state, where)
-        elastic = False
+        states, given, subgroups = _zero3(file, state, where)
+        options, elastic = given, False
         n = whole(state.get("partition_count"), f"{where}: partition_count")
         counts = (n,) * len(states)
     else:

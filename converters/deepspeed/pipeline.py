@@ -74,7 +74,7 @@ def _tie(
     ]
     if len(fits) > 1:
         raise FormatError(
-            f"{file}: could be any of the tied modules {', '.join(fits)}; the files do not say which"
+            f"{file}: could be any of the tied modules {', '.join(fits)}; the files do not say"
         )
     if fits:
         taken[fits[0]] = layer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
@@ -19,10 +18,11 @@ from reshard.tensor import MASTER, STEP
 from .flat import flat_group
 from .grid import Grid
 from .model_read import Held
-from .names import Names, expert_parts
+from .names import Names, Spot, expert_parts
 from .native import Group
 from .optim_read import GroupState, group_state, param_groups
 from .solve import Entry, Weight, solve, solve_flat
+from .table import FlatHolder, Table, WholeHolder, add_state
 from .values import carry, mapping, sequence
 
 #: Elements of a weight that are compared with a master to tell parameters of one shape apart.
@@ -52,66 +52,106 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def plain_groups(table: object, grid: Grid, names: Names) -> tuple[tuple[Group, ...], str]:
+def plain_groups(table: Table, grid: Grid, names: Names) -> tuple[tuple[Group, ...], str]:
     """Groups, masters and moments of ZeRO 0, named by order, shape and value; and the form.
 
     Raises FormatError if more than one naming fits.
     """
-    from .read import FlatHolder, Table, WholeHolder, _add, merged, set_stages
+    from .read import merged, set_stages
 
-    assert isinstance(table, Table)
     per_mp: list[list[Group]] = []
     start, form = 0, "plain"
     for mp in range(len(grid.models)):
         rows: list[list[Group]] = []
         for ep, state in enumerate(_states(grid, mp)):
             form = state.form
-            weights = _weights(grid, names, mp, ep)
-            if names.pipeline is not None:
-                weights = weights[start:]
+            weights = _weights(grid, names, mp, ep)[start:]
             found = _solve(grid, state, weights, grid.pp > 1)
+            rows.append(_rank_groups(table, names, state, found, (mp, ep)))
             if names.pipeline is not None:
                 start += sum(map(len, found))
-            groups: list[Group] = []
-            at = 0
-            for g, members in enumerate(found):
-                moe = bool(state.options[g].get("moe"))
-                spots = [names.place(w.name, w.local, mp, ep if moe else None) for w in members]
-                if state.form == "fused":
-                    first = state.states[g]
-                    space = flat_group({w.name: w.local for w in members}, 1, None, 1)
-                    for w, spot in zip(members, spots, strict=True):
-                        for slot, array in first.tensors.items():
-                            holder = FlatHolder(spot.shard, space, w.name, [array])
-                            _add(table, names, spot.name, slot, spot.shape, array.dtype, holder,
-                                 state.file.name)  # fmt: skip
-                else:
-                    mine = state.states[at : at + len(members)]
-                    at += len(members)
-                    first = mine[0] if mine else GroupState({})
-                    for spot, one in zip(spots, mine, strict=True):
-                        for slot, array in one.tensors.items():
-                            _add(table, names, spot.name, slot, spot.shape, array.dtype,
-                                 WholeHolder(spot.shard, array), state.file.name)  # fmt: skip
-                        if one.numbers != first.numbers and STEP in one.numbers:
-                            names.steps[spot.name] = one.numbers[STEP]
-                groups.append(
-                    Group(
-                        state.options[g], tuple(s.name for s in spots),
-                        tuple(s for s in first.tensors if s != MASTER), frozenset(),
-                        first.numbers, first.step_tensor,
-                        names.experts.ep if names.experts and moe else 1,
-                    )  # fmt: skip
-                )
-            rows.append(groups)
         per_mp.append(list(merged(rows)) if rows else [])
-    if names.pipeline is not None and start != len(_weights(grid, names, 0, 0)):
-        raise CorruptError(
-            f"{grid.files.folder}: the stages' optimizers hold {start} parameters, the layer files "
-            f"{len(_weights(grid, names, 0, 0))}: layer files are left over, or parameters frozen"
-        )
+    _all_named(grid, names, start)
     set_stages(grid, names, per_mp)
     return (merged(per_mp) if per_mp[0] else ()), form
+
+
+def _all_named(grid: Grid, names: Names, found: int) -> None:
+    """Raises CorruptError unless the stages' optimizers hold all that the layer files do."""
+    if names.pipeline is None or grid.weights_only:
+        return
+    total = len(_weights(grid, names, 0, 0))
+    if found != total:
+        raise CorruptError(
+            f"{grid.files.folder}: the stages' optimizers hold {found} parameters, the layer files "
+            f"{total}: layer files are left over, or parameters frozen"
+        )
+
+
+def _rank_groups(
+    table: Table,
+    names: Names,
+    state: PlainState,
+    found: Sequence[Sequence[Weight]],
+    at: tuple[int, int],
+) -> list[Group]:
+    """The groups of one rank's optimizer, its states put into the table. `at` is (mp, ep)."""
+    mp, ep = at
+    groups: list[Group] = []
+    first_entry = 0
+    for g, members in enumerate(found):
+        moe = bool(state.options[g].get("moe"))
+        spots = [names.place(w.name, w.local, mp, ep if moe else None) for w in members]
+        if state.form == "fused":
+            first = state.states[g]
+            _flat_states(table, names, first, members, spots, state.file.name)
+        else:
+            mine = state.states[first_entry : first_entry + len(members)]
+            first_entry += len(members)
+            first = mine[0] if mine else GroupState({})
+            _own_states(table, names, mine, spots, state.file.name)
+        groups.append(
+            Group(
+                state.options[g],
+                tuple(s.name for s in spots),
+                tuple(s for s in first.tensors if s != MASTER),
+                frozenset(),
+                first.numbers,
+                first.step_tensor,
+                names.experts.ep if names.experts and moe else 1,
+            )
+        )
+    return groups
+
+
+def _flat_states(
+    table: Table,
+    names: Names,
+    state: GroupState,
+    members: Sequence[Weight],
+    spots: Sequence[Spot],
+    where: str,
+) -> None:
+    """One flat tensor a group and state, without padding (FP16_Optimizer)."""
+    space = flat_group({w.name: w.local for w in members}, 1, None, 1)
+    for weight, spot in zip(members, spots, strict=True):
+        kind = names.kind(spot.name)
+        for slot, array in state.tensors.items():
+            holder = FlatHolder(spot.shard, space, weight.name, [array])
+            add_state(table, kind, spot.name, slot, spot.shape, array.dtype, holder, where)
+
+
+def _own_states(
+    table: Table, names: Names, states: Sequence[GroupState], spots: Sequence[Spot], where: str
+) -> None:
+    """One tensor a parameter and state."""
+    for spot, state in zip(spots, states, strict=True):
+        kind = names.kind(spot.name)
+        for slot, array in state.tensors.items():
+            holder = WholeHolder(spot.shard, array)
+            add_state(table, kind, spot.name, slot, spot.shape, array.dtype, holder, where)
+        if state.numbers != states[0].numbers and STEP in state.numbers:
+            names.steps[spot.name] = state.numbers[STEP]
 
 
 def _states(grid: Grid, mp: int) -> list[PlainState]:
@@ -152,8 +192,8 @@ def _parse(file: TorchFile, found: object) -> PlainState:
             raise FormatError(f"{where}: a wrapper without fp32 groups, which is not read")
     if "param_groups" not in inner or "state" not in inner:
         raise FormatError(
-            f"{where}: an optimizer whose state dict has {', '.join(map(str, top))[:120]}, which is "
-            "not read"
+            f"{where}: an optimizer whose state dict has {', '.join(map(str, top))[:120]}, which "
+            "is not read"
         )
     listed = sequence(inner["param_groups"], where)
     sizes = tuple(len(sequence(mapping(g, where).get("params"), where)) for g in listed)
@@ -255,8 +295,3 @@ def _rounds(files: Files, weight: StoredArray, master: StoredArray, base: int) -
 
     rounded = first(master, base).astype(weight.dtype.numpy)
     return rounded.tobytes() == first(weight, 0).tobytes()
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Elements of a shape."""
-    return prod(shape)

@@ -3,124 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
-from reshard.dtypes import DType
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
-from reshard.layout import Layout, Piece, StoredArray
-from reshard.tensor import MASTER, PARAM, STEP, LogicalTensor, TensorId
+from reshard.layout import Layout, StoredArray
+from reshard.tensor import MASTER, STEP, TensorId
 from reshard.topology import Topology
 
 from . import flat
-from .cuts import Shard
-from .flat import FlatGroup, Run, SubGroup
-from .folder import TagFiles, tag_files
+from .flat import FlatGroup
+from .folder import tag_files
 from .grid import Grid, read_grid
 from .model_read import OWN, ModelFile
-from .names import Names, names_of
+from .names import Names, names_of, vocabulary_of
 from .native import Group, Model, Native
 from .optim_read import RankState
+from .table import FlatHolder, FragmentHolder, MatrixHolder, Table, WholeHolder, add_state
 from .values import Carried, carry, plain, strange_names
 
 NAME = "deepspeed"
 NAMING = "torch"
-
-
-class Holder(Protocol):
-    """One holder's copy of a tensor."""
-
-    def pieces(self) -> list[Piece]:
-        """Where the elements lie."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class WholeHolder:
-    """A shard stored as an array of its own."""
-
-    shard: Shard
-    array: StoredArray
-
-    def pieces(self) -> list[Piece]:
-        """One run: all of the array."""
-        return self.shard.pieces([Run(0, self.array.numel, self.array, 0)])
-
-
-@dataclass(frozen=True, slots=True)
-class FlatHolder:
-    """A shard inside the flat partitions of a group, one array a partition."""
-
-    shard: Shard
-    group: FlatGroup | SubGroup
-    name: str
-    arrays: Sequence[StoredArray | None]
-
-    def pieces(self) -> list[Piece]:
-        """The runs of the flat partitions."""
-        return self.shard.pieces(self.group.runs(self.name, self.arrays))
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixHolder:
-    """A shard inside a state that holds whole matrices (Muon)."""
-
-    shard: Shard
-    group: FlatGroup
-    name: str
-    arrays: Sequence[StoredArray | None]
-
-    def pieces(self) -> list[Piece]:
-        """The matrix on every partition that holds a part of it."""
-        return self.shard.pieces(flat.whole_runs(self.group, self.name, self.arrays))
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentHolder:
-    """A frozen parameter's shard in flat fragments, one a rank (ZeRO 3)."""
-
-    shard: Shard
-    arrays: Sequence[StoredArray | None]
-
-    def pieces(self) -> list[Piece]:
-        """The fragments without their padding."""
-        return self.shard.pieces(flat.fragment_runs(prod(self.shard.shape), self.arrays))
-
-
-@dataclass
-class Table:
-    """The checkpoint in the making: tensors and who holds them."""
-
-    tensors: dict[TensorId, LogicalTensor] = field(default_factory=dict)
-    holders: dict[TensorId, list[Holder]] = field(default_factory=dict)
-
-    def add(
-        self, tensor: TensorId, shape: tuple[int, ...], dtype: DType, holder: Holder, where: str
-    ) -> None:
-        """Take in one holder of a tensor. Raises CorruptError if its like differs."""
-        known = self.tensors.get(tensor)
-        if known is None:
-            self.tensors[tensor] = LogicalTensor(tensor, shape, dtype)
-            self.holders[tensor] = [holder]
-            return
-        if (known.shape, known.dtype) != (shape, dtype):
-            raise CorruptError(
-                f"{where}: {tensor} is {list(shape)} {dtype}, elsewhere {list(known.shape)} "
-                f"{known.dtype}: the files are of different saves"
-            )
-        self.holders[tensor].append(holder)
-
-    def pieces(self, tensor: TensorId) -> list[Piece]:
-        """All pieces of a tensor, each stored run once."""
-        found: dict[tuple[str, int, int, object], Piece] = {}
-        for holder in self.holders[tensor]:
-            for p in holder.pieces():
-                found.setdefault((p.array.file, p.array.offset, p.base, p.box), p)
-        return list(found.values())
 
 
 def open_native(folder: Path, options: OpenOptions) -> Checkpoint:
@@ -230,8 +136,12 @@ def _joined(rank: RankState, made: list[Group]) -> list[Group]:
             Group(
                 rank.options[k] if rank.options is not None else None,
                 tuple(n for p in parts for n in p.members),
-                first.states, first.whole, first.numbers, first.step_tensor, first.expert,
-            )  # fmt: skip
+                first.states,
+                first.whole,
+                first.numbers,
+                first.step_tensor,
+                first.expert,
+            )
         )
     return out
 
@@ -247,10 +157,14 @@ def merged(per_mp: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
             raise CorruptError(f"group {i}: model-parallel ranks count optimizer steps differently")
         out.append(
             Group(
-                first.options, tuple(members), tuple(states), first.whole, numbers,
+                first.options,
+                tuple(members),
+                tuple(states),
+                first.whole,
+                numbers,
                 next((r[i].step_tensor for r in per_mp if r[i].step_tensor is not None), None),
                 first.expert,
-            )  # fmt: skip
+            )
         )
     return tuple(out)
 
@@ -280,27 +194,20 @@ def _sub_group(
         for slot in states[0].tensors:
             arrays = [s.tensors[slot] for s in states]
             holder = FlatHolder(spot.shard, space, name, arrays)
-            _add(table, names, spot.name, slot, spot.shape, arrays[0].dtype, holder, ranks[0].file)
+            add_state(
+                table,
+                names.kind(spot.name),
+                spot.name,
+                slot,
+                spot.shape,
+                arrays[0].dtype,
+                holder,
+                ranks[0].file,
+            )
     return Group(
         None, tuple(members), tuple(s for s in states[0].tensors if s != MASTER), frozenset(),
         states[0].numbers, states[0].step_tensor,
     )  # fmt: skip
-
-
-def _add(
-    table: Table,
-    names: Names,
-    name: str,
-    slot: str,
-    shape: tuple[int, ...],
-    dtype: DType,
-    holder: Holder,
-    where: str,
-) -> None:
-    """A master of the model's own type is the weight itself: an fp32 run has one copy."""
-    if slot == MASTER and names.kind(name) == dtype:
-        slot = PARAM
-    table.add(TensorId(name, slot), shape, dtype, holder, where)
 
 
 def _flat_group(
@@ -310,7 +217,9 @@ def _flat_group(
     count = every[0].counts[i]
     ep = len(every) // count if count else 0
     if count == 0 or ep * count != len(every):
-        raise CorruptError(f"{every[0].file}: group {i} has {count} partitions on {len(every)} ranks")
+        raise CorruptError(
+            f"{every[0].file}: group {i} has {count} partitions on {len(every)} ranks"
+        )
     moe = bool((every[0].options or ({},) * (i + 1))[i].get("moe"))
     if ep > 1 and not moe:
         raise FormatError(
@@ -332,10 +241,8 @@ def _flat_group(
             for name, shape in shapes.items():
                 spot = names.place(name, shape, mp, e if moe else None)
                 holder = form(spot.shard, space, name, arrays)
-                _add(
-                    table, names, spot.name, slot, spot.shape, arrays[0].dtype, holder,
-                    ranks[0].file,
-                )  # fmt: skip
+                kind, dtype = names.kind(spot.name), arrays[0].dtype
+                add_state(table, kind, spot.name, slot, spot.shape, dtype, holder, ranks[0].file)
         members += [names.place(n, s, mp, e if moe else None).name for n, s in shapes.items()]
     first = every[0].states[i]
     if grid.round_robin and not moe:
@@ -407,8 +314,8 @@ def _check_views(model: ModelFile, space: FlatGroup, i: int) -> None:
     for name, (_, offset) in views.items():
         if offset != space.members[name].offset:
             raise CorruptError(
-                f"{model.name}: {name} begins at element {offset} of the flat weights of group {i}, "
-                f"and param_shapes puts it at {space.members[name].offset}; the order is not known"
+                f"{model.name}: {name} begins at element {offset} of the flat weights of group "
+                f"{i}, and param_shapes puts it at {space.members[name].offset}: not in order"
             )
 
 
@@ -443,9 +350,7 @@ def module_tensors(table: Table, grid: Grid, names: Names, groups: Sequence[Grou
     return Model(names.order, tuple(buffers), tuple(frozen), aliases, kinds, names.prefix)
 
 
-def _fragments(
-    table: Table, grid: Grid, names: Names, mp: int, frozen: dict[str, None]
-) -> None:
+def _fragments(table: Table, grid: Grid, names: Names, mp: int, frozen: dict[str, None]) -> None:
     model = grid.models[mp]
     for name, shape in (model.frozen or {}).items() if grid.stage == 3 else ():
         arrays: list[StoredArray | None] = []
@@ -480,7 +385,11 @@ _DS_OWN = (
 
 
 def native_run(
-    grid: Grid, names: Names, groups: tuple[Group, ...], model: Model
+    grid: Grid,
+    names: Names,
+    groups: tuple[Group, ...],
+    model: Model,
+    settings: Carried | None = None,
 ) -> Native:
     """What the writers of this package use."""
     first = grid.first
@@ -494,7 +403,7 @@ def native_run(
         form=grid.form,
         groups=groups,
         model=model,
-        settings=rank.settings if rank else plain_settings(grid),
+        settings=settings or (rank.settings if rank else plain_settings(grid)),
         top=carry(first.file, own, "own/"),
         client=carry(first.file, client, "client/"),
         config=first.config,
@@ -506,6 +415,7 @@ def native_run(
         pipeline=names.pipeline,
         experts=names.experts,
         affine=names.affine,
+        vocabulary=vocabulary_of(grid),
         sub_group_size=_limit(first.zero_config.get("sub_group_size")),
         refused=refused,
     )
@@ -559,13 +469,3 @@ def plain_settings(grid: Grid) -> Carried:
     from .plain_read import settings_of
 
     return Carried(settings_of(grid))
-
-
-def carried_of(obj: object) -> Carried:
-    """An object without tensors."""
-    return Carried(obj)
-
-
-def files_of(grid: Grid) -> TagFiles:
-    """The folder's files."""
-    return grid.files

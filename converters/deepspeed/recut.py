@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from reshard.errors import LayoutError, UsageError
-from dataclasses import replace
 
 from .cuts import Affine, Shard, same, sliced
 from .names import expert_parts

@@ -32,9 +32,7 @@ class Sheet:
         self.count += 1
         return str(self.count - 1)
 
-    def tensor(
-        self, shape: Iterable[int], dtype: DType, *, grad: bool = False
-    ) -> TensorRef:
+    def tensor(self, shape: Iterable[int], dtype: DType, *, grad: bool = False) -> TensorRef:
         """A tensor that is to be filled."""
         return new_tensor(tuple(shape), dtype, self.key(), requires_grad=grad)
 

@@ -94,9 +94,7 @@ def _choices(
     return [g for g in fits if alike(weight, groups[g][taken[g]].master, 0)]
 
 
-def _members(
-    weights: Sequence[Weight], path: tuple[int, ...], groups: int
-) -> list[list[Weight]]:
+def _members(weights: Sequence[Weight], path: tuple[int, ...], groups: int) -> list[list[Weight]]:
     out: list[list[Weight]] = [[] for _ in range(groups)]
     for weight, g in zip(weights, path, strict=True):
         if g >= 0:
@@ -116,9 +114,7 @@ def _by_value(
             fits = [
                 w
                 for w in left
-                if entry.master is not None
-                and w.local == entry.shape
-                and alike(w, entry.master, 0)
+                if entry.master is not None and w.local == entry.shape and alike(w, entry.master, 0)
             ]
             if len(fits) != 1:
                 raise FormatError(

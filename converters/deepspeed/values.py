@@ -100,9 +100,7 @@ def renamed(carried: Carried, prefix: str) -> Carried:
 def strange_names(obj: object) -> list[str]:
     """The globals in a tree that may not be written again, sorted."""
     return sorted(
-        g.path
-        for g in globals_in(obj)
-        if g.path not in ALLOWED and not g.path.startswith(_TORCH)
+        g.path for g in globals_in(obj) if g.path not in ALLOWED and not g.path.startswith(_TORCH)
     )
 
 

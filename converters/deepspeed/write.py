@@ -21,9 +21,10 @@ from .cuts import Shard
 from .flat import FlatGroup, SubGroup
 from .goal import Goal, goal
 from .native import Group
-from .read import NAMING, FlatHolder, FragmentHolder, Holder, MatrixHolder, Table, WholeHolder
+from .read import NAMING
 from .recut import shard_of
 from .sheet import Sheet, fragment, size, stage_enum
+from .table import FlatHolder, FragmentHolder, Holder, MatrixHolder, Table, WholeHolder
 
 Place = tuple[Sheet, TensorRef]
 
@@ -90,7 +91,7 @@ def declare_native(source: Checkpoint, target: Target, options: WriteOptions) ->
     if aim.groups:
         for mp in range(aim.mp):
             _optimizer_files(plans, mp)
-    drafts, table = _laid_out(plans)
+    drafts, table = laid_out(plans)
     return Declaration(
         format="deepspeed",
         topology=aim.topology,
@@ -122,8 +123,8 @@ def _check_zero3(aim: Goal) -> None:
         raise FormatError("DeepSpeed-MoE under ZeRO 3 is not written")
     if aim.elastic:
         raise FormatError(
-            "an elastic checkpoint records no optimizer options (learning rate, betas, decay), and "
-            "ZeRO 3 loads them. Give --like DIR, a checkpoint of the job that will resume, or write "
+            "an elastic checkpoint records no optimizer options (rate, betas, decay), and "
+            "ZeRO 3 loads them. Give --like DIR, a checkpoint of the job that resumes, or write "
             "zero1 or zero2, which keep the job's own."
         )
     if any(g.whole for g in aim.groups):
@@ -194,8 +195,7 @@ def _param_shapes(plans: Plans, mp: int) -> list[object]:
         if aim.stage == 3:
             rows = flat.sub_groups(local, aim.dp, aim.sub_group_size)
         out += [
-            Ordered((aim.model.prefix + n, size(shape)) for n, shape in row.items())
-            for row in rows
+            Ordered((aim.model.prefix + n, size(shape)) for n, shape in row.items()) for row in rows
         ]
     return out
 
@@ -347,7 +347,9 @@ def version_of(aim: Goal) -> str:
 
 
 def _options(group: Group, params: list[int]) -> dict[object, object]:
-    return {**(group.options or {}), "params": params}
+    out: dict[object, object] = {"params": params}
+    out.update(group.options or {})
+    return out
 
 
 def _row(
@@ -472,7 +474,7 @@ def _zero3_rows(plans: Plans, sheets: list[Sheet], mp: int) -> list[dict[object,
         parts = flat.sub_groups(_local(plans, group, mp, 0), aim.dp, aim.sub_group_size)
         ids = list(range(len(spaces), len(spaces) + len(parts)))
         spaces += [(group, flat.sub_group(p, aim.dp)) for p in parts]
-        options.append(_options(group, ids))  # type: ignore[arg-type]  # ids are a list of int
+        options.append(_options(group, ids))
     places: dict[tuple[int, str], list[Place]] = {}
     rows: list[dict[object, object]] = []
     for sheet in sheets:
@@ -505,7 +507,7 @@ def _zero3_rows(plans: Plans, sheets: list[Sheet], mp: int) -> list[dict[object,
 # --- arrays --------------------------------------------------------------------------------------
 
 
-def _laid_out(plans: Plans) -> tuple[list[Draft], Table]:
+def laid_out(plans: Plans) -> tuple[list[Draft], Table]:
     """Every file laid out, and the table of who holds which tensor."""
     drafts: list[Draft] = []
     arrays: dict[tuple[str, str], StoredArray] = {}

@@ -108,6 +108,10 @@ class Legacy:
         """The checkpoint of a run folder."""
         return checkpoint_folder(run, iteration)
 
+    def dialect(self, target: Target) -> str:
+        """Whose names are written."""
+        return DIALECT
+
     def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
         """Read pickles."""
         from .legacy_read import open_legacy

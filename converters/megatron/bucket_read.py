@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from reshard.containers import dcp
 from reshard.containers.dcp import Metadata
 from reshard.containers.inert import Global
 from reshard.dtypes import DType
@@ -16,7 +15,7 @@ from reshard.errors import CorruptError, FormatError
 from reshard.layout import Piece, StoredArray
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
 
-from . import buckets, names
+from . import buckets, names, objects, zarr_read
 from .buckets import Buffer, bucket_key
 from .carry import mapping, sequence
 from .run import Place, Run, data_parallel, places
@@ -190,8 +189,7 @@ def _lengths(
                 f"{folder}: {key} is missing: a rank's save is incomplete, or args and files are "
                 "of two runs"
             )
-        listed = sequence(dcp.read_object(folder, place, key), key)
-        rows = sequence(listed[0], key) if len(listed) == 1 else ()
+        rows = sequence(objects.load(folder, place, key)[1], key)
         out[field_] = [_by_label(mapping(row, key), key) for row in rows]
     return out
 
@@ -265,7 +263,7 @@ class _Located:
     _keys: dict[str, tuple[list[int], list[StoredArray]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._blobs = dcp.Blobs(self.folder)
+        self._blobs = zarr_read.blobs(self.folder, self.metadata)
 
     def pieces(self, tensor: TensorId) -> Sequence[Piece]:
         """All pieces of a tensor, of every group that holds some of it."""

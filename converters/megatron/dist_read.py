@@ -19,7 +19,7 @@ from reshard.layout import Layout, Piece, place
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Topology, topology
 
-from . import flattened_read, names, old_args, precision_aware, run
+from . import flattened_read, names, objects, old_args, precision_aware, run, zarr_read
 from .bucket_read import bucket_tensors
 from .buckets import bucket_key
 from .carry import Carried, carry, fields_of, mapping, scalar, sequence
@@ -45,18 +45,22 @@ _FORMS = (
     "fully_sharded_bucket_space",
     "dp_zero_gather_scatter",
 )
+_BACKENDS = ("torch_dist", "zarr")
 _KNOWN = ("args", "optimizer", "content_metadata", *run.KEPT)
 
 
 def recognise(folder: Path) -> str | None:
-    """Why a folder is a torch_dist checkpoint: its metadata.json names the backend."""
+    """Why a folder is a distributed checkpoint: its metadata.json names the backend."""
+    backend = _backend(folder)
+    return f"metadata.json names the backend {backend}" if backend in _BACKENDS else None
+
+
+def _backend(folder: Path) -> object:
     try:
         found = json.loads((folder / "metadata.json").read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("sharded_backend") != "torch_dist":
-        return None
-    return "metadata.json names the backend torch_dist"
+    return found.get("sharded_backend") if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class Chunks:
     _keys: dict[str, dict[tuple[int, ...], list[Piece]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._blobs = dcp.Blobs(self.folder)
+        self._blobs = zarr_read.blobs(self.folder, self.metadata)
 
     def pieces(self, tensor: TensorId) -> Sequence[Piece]:
         """All pieces of a tensor. A stacked key is located as a whole, once."""
@@ -121,7 +125,8 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     Raises FormatError for a form that is not read, CorruptError for files that contradict
     themselves.
     """
-    metadata = dcp.read_metadata(folder)
+    read_metadata = {"zarr": zarr_read.read_metadata}.get(str(_backend(folder)), dcp.read_metadata)
+    metadata = read_metadata(folder)
     common = _common(folder, metadata)
     root = mapping(common.obj, f"{folder}: the common state")
     found = fields_of(root.get("args", {}), str(folder)) if root.get("args") is not None else {}
@@ -376,25 +381,23 @@ def _chain(found: Mapping[object, object]) -> list[Mapping[object, object]]:
     return [v for k, v in sorted(found.items(), key=lambda i: str(i[0])) if isinstance(v, Mapping)]
 
 
-def _bucket_optimizer(folder: Path, objects: Mapping[str, dcp.Place]) -> Optimizer:
+def _bucket_optimizer(folder: Path, places: Mapping[str, dcp.Place]) -> Optimizer:
     """Options of a dp_reshardable optimizer: every model-parallel group has its own copy."""
     first: dict[int | None, tuple[Options, ...]] = {}
     steps: list[float | None] = []
-    for key in sorted(objects):
+    for key in sorted(places):
         found = bucket_key(key)
         assert found is not None
-        file = dcp.load_object(folder, objects[key], key)
-        for state in sequence(file.root, key):
-            listed = sequence(mapping(state, key).get("param_groups"), key)
-            options = tuple(
-                Options({str(k): v for k, v in mapping(g, key).items() if k != "params"})
-                for g in listed
-            )
-            for o in options:
-                step = o.values.get(run.STEP)
-                steps.append(float(step) if isinstance(step, (int, float)) else None)
-            if len(options) > len(first.get(found.chained, ())):
-                first[found.chained] = options
+        state = mapping(objects.load(folder, places[key], key)[1], key)
+        options = tuple(
+            Options({str(k): v for k, v in mapping(g, key).items() if k != "params"})
+            for g in sequence(state.get("param_groups"), key)
+        )
+        for o in options:
+            step = o.values.get(run.STEP)
+            steps.append(float(step) if isinstance(step, (int, float)) else None)
+        if len(options) > len(first.get(found.chained, ())):
+            first[found.chained] = options
     groups = [o for _, options in sorted(first.items(), key=lambda i: i[0] or 0) for o in options]
     return Optimizer(tuple(groups), run.common_step(steps), True, True, chained=len(first) > 1)
 
@@ -415,11 +418,9 @@ def _rng(folder: Path, metadata: Metadata) -> dict[tuple[int, ...], Carried]:
         m = _OBJECT.fullmatch(key)
         if m is None or m[1] != "rng_state":
             continue
-        file = dcp.load_object(folder, entry, key)
-        listed = sequence(file.root, key)
+        file, states = objects.load(folder, entry, key)
         position = tuple(int(n) for n in m[2].split("."))
-        if len(listed) == 1:
-            out[position] = carry(file, listed[0], f"rng/{m[2]}/")
+        out[position] = carry(file, states, f"rng/{m[2]}/")
     return out
 
 
@@ -460,7 +461,8 @@ def _unread(metadata: Metadata, weights_only: bool) -> tuple[str, ...]:
 
 def _version(metadata: Metadata, root: Mapping[object, object]) -> str:
     home = "common_state" if "common_state/shard_0_1" in metadata.objects else "common.pt"
-    return f"torch_dist, {home}, checkpoint_version {root.get('checkpoint_version')}"
+    backend = metadata.version if metadata.version == "zarr" else "torch_dist"
+    return f"{backend}, {home}, checkpoint_version {root.get('checkpoint_version')}"
 
 
 def _files(folder: Path, metadata: Metadata) -> tuple[str, ...]:

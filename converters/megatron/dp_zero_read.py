@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reshard.containers import dcp
 from reshard.containers.dcp import Metadata
 from reshard.containers.inert import TensorRef
 from reshard.containers.torchfile import TorchFile
@@ -21,7 +20,7 @@ from reshard.errors import CorruptError, FormatError
 from reshard.layout import Piece, StoredArray
 from reshard.tensor import PARAM, LogicalTensor, TensorId
 
-from . import buckets, run
+from . import buckets, objects, run
 from .bucket_read import (
     FIELDS,
     Group,
@@ -33,7 +32,7 @@ from .bucket_read import (
     sharers,
 )
 from .buckets import BucketKey, Buffer, bucket_key
-from .carry import mapping, plain, sequence
+from .carry import mapping, plain
 from .run import Run
 from .shards import Shard
 from .stages import Chunk
@@ -119,11 +118,8 @@ def _state(
         )
     if place.transform:
         raise FormatError(f"{folder}: {key} is compressed; such an optimizer is not read")
-    file = dcp.load_object(folder, place, key)
-    listed = sequence(file.root, key)
-    if len(listed) != 1:
-        raise CorruptError(f"{folder}: {key} holds {len(listed)} objects, not one")
-    state = mapping(listed[0], key)
+    file, found = objects.load(folder, place, key)
+    state = mapping(found, key)
     if state.get(_COALESCED) is not True:
         raise FormatError(
             f"{folder}: {key}: an older form (buckets are not coalesced, before core 0.6) is not "

@@ -182,6 +182,9 @@ def _chunks(root: Mapping[object, object], where: Path) -> list[Mapping[object, 
     if not found or sorted(found) != sorted(wanted):
         raise CorruptError(f"{where}: holds the models {found}, not model or model0, model1, …")
     models = [mapping(root[k], f"{where}: {k}") for k in wanted]
+    odd = next((k for m in models for k in m if not isinstance(k, str)), None)
+    if odd is not None:
+        raise CorruptError(f"{where}: {odd!r:.60} is no name of a tensor")
     return [nested_names.flat(m) if nested_names.is_nested(m) else m for m in models]
 
 

@@ -52,7 +52,7 @@ GIVEN: Mapping[str, Callable[[str], object]] = {
 
 
 def given(args: Mapping[str, object], options: OpenOptions) -> dict[str, object]:
-    """The args, with what --from says where they say nothing.
+    """The args, with what --from and --vocab-size say where they say nothing.
 
     Raises UsageError for an option that is no arg, FormatError for one that the args contradict.
     """
@@ -70,6 +70,10 @@ def given(args: Mapping[str, object], options: OpenOptions) -> dict[str, object]
                 f"--from says {name}={text}, the checkpoint's args say {name}={out[name]}"
             )
         out[name] = value
+    if options.vocab_size is not None and out.get("vocab_size") is None:
+        # Megatron's NullTokenizer counts one more (sizes._vocab)
+        null = out.get("tokenizer_type") == "NullTokenizer"
+        out["vocab_size"] = options.vocab_size - int(null)
     return out
 
 

@@ -36,21 +36,22 @@ class RowOrder:
     def factors(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape, of the tensor or a rank's part, with its rows counted as head, part, dim."""
         heads, over = divmod(shape[0], self.parts * self.head_dim)
-        if over or self.heads % heads:
+        if over or not heads or self.heads % heads:
             raise LayoutError(
-                f"{name}: {shape[0]} rows are no part of {self.heads} heads of {self.parts} x "
-                f"{self.head_dim}. Give --from kv_channels=… (Megatron's --kv-channels)."
+                f"{name}: {shape[0]} rows are {heads} heads of {self.parts} x {self.head_dim} and "
+                f"{over} rows; the args say {self.heads} heads. Give --from kv_channels=… "
+                "(Megatron's --kv-channels)."
             )
         return (heads, self.parts, self.head_dim, *shape[1:])
 
     def whole(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The whole tensor's shape, counted so. Raises LayoutError for other heads than the args'."""
+        """The whole tensor's shape, counted so. Raises LayoutError for fewer heads than it has."""
         counted = self.factors(name, shape)
         if counted[0] != self.heads:
             raise LayoutError(
                 f"{name}: {shape[0]} rows are {counted[0]} heads of {self.parts} x "
-                f"{self.head_dim}, the args say {self.heads} heads. Give --from kv_channels=…, or "
-                "the number of heads."
+                f"{self.head_dim}; the args say {self.heads} heads. Give --from kv_channels=… "
+                "(Megatron's --kv-channels)."
             )
         return counted
 

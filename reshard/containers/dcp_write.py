@@ -6,13 +6,14 @@ torch 2.13 distributed/checkpoint (metadata.py, filesystem.py); real torch loads
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from reshard.containers import torchfile
 from reshard.containers.dcp_read import METADATA, Place, TensorEntry
 from reshard.containers.inert import Global, Record, new_tensor
 from reshard.containers.pickler import Writer, integer
+from reshard.containers.torchfile import Blob
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.layout import Checksum, Draft, StoredArray
@@ -55,11 +56,15 @@ def distcp_file(name: str, items: Iterable[TensorItem | ObjectItem]) -> DistcpFi
     checksums: list[Checksum] = []
     places: list[Place] = []
     arrays: list[StoredArray | None] = []
+    known: dict[tuple[tuple[int, ...], str], Blob] = {}  # blobs of tensors differ in nothing else
     at = 0
     for item in items:
         if isinstance(item, TensorItem):
-            ref = new_tensor(item.sizes, item.dtype, "0")
-            made = torchfile.blob(ref, file=name, start=at, key=item.key, holder=name)
+            alike = (item.sizes, item.dtype.name)
+            if alike not in known:
+                ref = new_tensor(item.sizes, item.dtype, "0")
+                known[alike] = torchfile.blob(ref, file=name, holder=name)
+            made = _moved(known[alike], at, item.key)
             arrays.append(made.arrays["0"])
         else:
             made = torchfile.blob(
@@ -75,6 +80,17 @@ def distcp_file(name: str, items: Iterable[TensorItem | ObjectItem]) -> DistcpFi
         at += made.length
     filled = [array for array in arrays if array is not None and array.numel]
     return DistcpFile(Draft(name, at, _joined(literals), filled, checksums), places, arrays)
+
+
+def _moved(blob: Blob, by: int, key: str) -> Blob:
+    """A tensor's blob laid out `by` bytes further, for another key."""
+    arrays = {k: replace(a, offset=a.offset + by, key=key) for k, a in blob.arrays.items()}
+    return Blob(
+        blob.length,
+        [(at + by, raw) for at, raw in blob.literals],
+        arrays,
+        [Checksum(arrays["0"], tuple(at + by for at in c.at)) for c in blob.checksums],
+    )
 
 
 def _joined(literals: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:

@@ -71,8 +71,8 @@ def _json(raw: bytes, path: Path) -> dict[str, object]:
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            names = [k for k, _ in pairs]
-            twice = next(k for k in names if names.count(k) > 1)
+            seen: set[str] = set()
+            twice = next(k for k, _ in pairs if k in seen or seen.add(k))
             raise CorruptError(f"{path}: {twice!r} stands twice in the header")
         return table
 

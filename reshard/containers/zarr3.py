@@ -69,7 +69,13 @@ class Array:
 
     def shards(self) -> Iterator[tuple[int, ...]]:
         """The places of all shards in their grid, the last axis fastest."""
-        return np.ndindex(*(-(-n // s) for n, s in zip(self.shape, self.shard, strict=True)))
+        grid = [-(-n // s) for n, s in zip(self.shape, self.shard, strict=True)]
+        for number in range(prod(grid)):  # np.ndindex would take memory for a grid that is a lie
+            at: list[int] = []
+            for n in reversed(grid):
+                number, i = divmod(number, n)
+                at.append(i)
+            yield tuple(reversed(at))
 
     def file(self, shard: Sequence[int]) -> str:
         """A shard's file. Source: core specification, chunk key encoding "default" with "."."""
@@ -203,12 +209,16 @@ def _lengths(value: object) -> tuple[int, ...]:
 def mapping(raw: bytes, where: Path) -> dict[str, Any]:
     """A JSON file that holds an object. Raises CorruptError for anything else."""
     try:
-        found = json.loads(raw)
+        found = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{where}: not JSON ({error}). Copy it again.") from None
     if not isinstance(found, dict):
         raise CorruptError(f"{where}: holds no JSON object. Copy it again.")
     return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 # ---------------------------------------------------------------------- the shards

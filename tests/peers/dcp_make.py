@@ -1,6 +1,6 @@
 """Has torch write small checkpoints of forms that no fixture has.
 
-    python -m peers.dcp_make forms|ranks FOLDER
+    python -m peers.dcp_make forms|ranks|orders FOLDER
 
 forms: one process, one model under every writer option. ranks: per-rank pickles of a model that
 FSDP2 and TP cut along the same axis, uneven (strided shards).
@@ -9,6 +9,7 @@ FSDP2 and TP cut along the same axis, uneven (strided shards).
 from __future__ import annotations
 
 import datetime
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -171,6 +172,27 @@ def make_ranks(folder: Path) -> None:
         raise RuntimeError(error)
 
 
+#: Decoder-only models whose modules are known; see reshard.converters.dcp.trainer.TYPES.
+_TYPES = (
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gpt2 olmo olmo2 granite smollm3 cohere "
+    "stablelm helium exaone4 seed_oss starcoder2"
+)
+
+
+def make_orders(folder: Path) -> None:
+    """The parameters of transformers' models, in the order in which an optimizer numbers them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = {}
+    for kind in _TYPES.split():
+        config = AutoConfig.for_model(kind)
+        config.num_hidden_layers = 2
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        found[kind] = [name for name, _ in model.named_parameters()]
+    (folder / "orders.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     job, where = sys.argv[1], Path(sys.argv[2])
-    {"forms": make_forms, "ranks": make_ranks}[job](where)
+    {"forms": make_forms, "ranks": make_ranks, "orders": make_orders}[job](where)

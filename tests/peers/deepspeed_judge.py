@@ -119,9 +119,7 @@ def expert_truth(truth: dict[str, Any], name: str, case: dict[str, Any], rank: i
     experts = case["recipe"]["experts"]
     number = (rank % after) * (experts // after) + int(local)
     each = experts // before
-    return truth.get(
-        f"rank{number // each}/{head}.deepspeed_experts.{number % each}.{rest}"
-    )
+    return truth.get(f"rank{number // each}/{head}.deepspeed_experts.{number % each}.{rest}")
 
 
 def spoil(engine: Any, what: str) -> None:

@@ -1,7 +1,8 @@
-"""Makes a fixture with an old megatron-core: megatron_make_old FORM FOLDER --preset moe --ep 2 …
+"""Makes a fixture with an old megatron-core: megatron_make_old FORM BACKEND FOLDER --preset moe …
 
 FORM is how the DistributedOptimizer is saved: fully_sharded_model_space, dp_zero_gather_scatter.
-The rest is megatron_make's. Put the old release before the installed one:
+BACKEND is torch_dist, or zarr, which core 0.12 has and which needs zarr 2.18 before the installed
+one. The rest is megatron_make's. Put the old release before the installed one:
 `pip install --no-deps --target OLD megatron-core==0.14.0`, then PYTHONPATH=OLD:tests. Ran with
 0.12.3 and 0.14.0 under torch 2.13.0. What is replaced is what the peers ask of today's core and an
 old one does not have, and what torch has dropped since; no arithmetic, no layout.
@@ -64,12 +65,12 @@ def adapt(form: str) -> None:
     for name in ("is_pipeline_first_stage", "is_pipeline_last_stage"):
         call = getattr(parallel_state, name)
         if "vp_stage" not in inspect.signature(call).parameters:
-            plain = lambda ignore=False, vp_stage=None, *, call=call: call(ignore)  # noqa: E731
-            setattr(parallel_state, name, plain)
+            setattr(parallel_state, name, without_stage(call))
     save = megatron_make.dist_checkpointing.save
     megatron_make.dist_checkpointing.save = lenient(save, save)
     pass_form(distrib_optimizer.DistributedOptimizer, form)
-    pass_form(optimizer.ChainedOptimizer, form)
+    half = optimizer.Float16OptimizerWithFloat16Params
+    half.sharded_state_dict = lenient(half.sharded_state_dict, half.sharded_state_dict)
     if not hasattr(multi_latent_attention, "TELinear"):
         multi_latent_attention.TELinear = object
     if hasattr(distrib_optimizer, "quantize_param_shard"):  # asks for Transformer Engine
@@ -77,6 +78,11 @@ def adapt(form: str) -> None:
     parameters = inspect.signature(filesystem_async._write_item).parameters
     if "transforms" in parameters or "serialization_format" in parameters:
         write_item(filesystem_async)
+
+
+def without_stage(call: Callable[[bool], bool]) -> Callable[..., bool]:
+    """core 0.12 keeps the virtual stage in a global that the peers set."""
+    return lambda ignore_virtual=False, vp_stage=None: call(ignore_virtual)
 
 
 def pass_form(kind: Any, form: str) -> None:
@@ -113,8 +119,19 @@ def write_item(module: Any) -> None:
     module._write_item = called
 
 
+def use_zarr() -> None:
+    """Save with the zarr backend, each rank its own shards."""
+    import tensorstore  # noqa: F401  # teaches numpy bfloat16, as core's own reader wants it
+
+    strategy = megatron_make.get_default_save_sharded_strategy
+    megatron_make.get_default_save_sharded_strategy = lambda _: strategy("zarr", 1)
+    megatron_make.FullyParallelSaveStrategyWrapper = lambda found, _: found
+
+
 if __name__ == "__main__":
-    form = sys.argv.pop(1)
+    form, backend = sys.argv.pop(1), sys.argv.pop(1)
     adapt(form)
+    if backend == "zarr":
+        use_zarr()
     print(f"megatron-core {megatron.core.__version__}, {form}")
     megatron_make.main()
