@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.dtypes import DType
 from reshard.layout import Layout
 from reshard.topology import Topology
-
-#: A value that JSON can print; what extras are shown as.
-Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+from reshard.values import Json as Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import google_crc32c
-from isal import isal_zlib
 import numpy as np
+from isal import isal_zlib
 
 #: Bytes of one checksum, little-endian wherever it is stored.
 NBYTES = 4

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Values with a constant added, in fp32, rounded once to `dtype` (a norm stored as gain - 1)."""
+    """Values with a constant added, in fp32, rounded once to `dtype` (a norm as gain - 1)."""
 
     value: float
     dtype: DType

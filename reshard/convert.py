@@ -399,6 +399,11 @@ def weights_of(layout: Layout) -> dict[str, Json]:
     return {"parameters": sum(kinds.values()), "dtypes": dict(sorted(kinds.items()))}
 
 
+def _kept(options: Options) -> int:
+    """Bytes of grains kept decoded: a worker has one of each slot of a name under way."""
+    return min(options.memory // 2, max(1, options.workers) * (64 << 20))
+
+
 def _move(
     planned: Plan, staging: Staging, options: Options, elements: int, progress: Progress
 ) -> tuple[dict[TensorId, Sum], list[Loss], list[Draft]]:
@@ -422,7 +427,7 @@ def _move(
         progress("move", moved_bytes, total)
 
     with (
-        Files(planned.source.path, keep=options.memory // 2) as source,
+        Files(planned.source.path, keep=_kept(options)) as source,
         Files(staging.files, writable=True) as out,
         contextlib.ExitStack() as stack,
     ):

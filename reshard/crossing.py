@@ -9,7 +9,7 @@ from reshard import translate as translation
 from reshard.checkpoint import Checkpoint
 from reshard.dtypes import named
 from reshard.errors import CoverageError, LossError, UsageError
-from reshard.families import ARGS, CONFIG, recognised
+from reshard.families import ARGS, CONFIG, read_config, recognised
 from reshard.format import Format, Loss
 from reshard.schema import dialects
 from reshard.topology import Target
@@ -80,7 +80,7 @@ def cross(
     if known is None:
         if same:
             return Crossed(plain)
-        raise CoverageError(_unknown(plain, naming))
+        raise CoverageError(_unknown(plain, naming, choice.config))
     found = translation.translate(plain, known, dialect)
     notes = list(found.notes)
     if known.made:
@@ -110,8 +110,8 @@ def dequantised(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> 
     return checkpoint
 
 
-def _unknown(checkpoint: Checkpoint, naming: str) -> str:
-    config = checkpoint.extras.get(CONFIG)
+def _unknown(checkpoint: Checkpoint, naming: str, given: str | None = None) -> str:
+    config = read_config(given) if given is not None else checkpoint.extras.get(CONFIG)
     kind = config.get("model_type") if isinstance(config, Mapping) else None
     said = "nothing says what model it is"
     if kind is not None:

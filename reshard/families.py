@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from reshard.checkpoint import Checkpoint, Json
 from reshard.errors import CoverageError, FormatError, UsageError
 from reshard.expression import Value, evaluate
 from reshard.schema import Family, Scope, dialects, families, parse_family
+from reshard.tensor import TensorId
 
 #: Where a checkpoint's extras hold the model's config.json, and a trainer's arguments.
 CONFIG, ARGS = "config", "args."
@@ -92,7 +93,12 @@ def recognised(
     if isinstance(own, Mapping):
         return of_config(own, listed, sure=schema is not None)
     args = {k.removeprefix(ARGS): v for k, v in checkpoint.extras.items() if k.startswith(ARGS)}
-    return of_args(args, listed, sure=schema is not None) if args else None
+    known = of_args(args, listed, sure=schema is not None) if args else None
+    rows = checkpoint.layout.tensors.get(TensorId("embedding.word_embeddings.weight"))
+    if known is None or rows is None:
+        return known
+    # the reader knows of tokens that a trainer's tokenizer adds to what the arguments say
+    return replace(known, config={**known.config, "vocab_size": rows.shape[0]})
 
 
 def of_config(

@@ -54,7 +54,7 @@ class Files:
                 if not self._busy.get(other):
                     os.close(self._open.pop(other))
             try:
-                fd = os.open(self.folder / name, self._flags | os.O_CLOEXEC)
+                fd = os.open(self.folder / name, self._flags | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 self._busy[name] -= 1
                 raise CorruptError(f"{self.folder / name}: cannot be opened: {error}") from error

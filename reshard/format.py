@@ -66,7 +66,8 @@ class Declaration:
 
     `folder` is where the files go below the run folder ("" for the run folder itself).
     `trackers` are written last, below the run folder. `explained` are source tensors that have no
-    place of their own because something else stands for them (a tied copy).
+    place of their own because something else stands for them (a tied copy). `feeds` names, for a
+    target tensor that the source has under another name only, the source's (a tied copy again).
     """
 
     format: str
@@ -80,6 +81,7 @@ class Declaration:
     fates: tuple[Fate, ...] = ()
     recipe: Mapping[str, Json] = field(default_factory=dict)
     explained: frozenset[TensorId] = frozenset()
+    feeds: Mapping[TensorId, TensorId] = field(default_factory=dict)
     vocab_size: int | None = None  # true rows of vocabulary tensors, where files do not say
 
 

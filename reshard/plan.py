@@ -249,7 +249,7 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
     read = written = copies = fills = replicas = 0
     derived: dict[tuple[str, str], int] = {}
     for tensor, logical in target.layout.tensors.items():
-        feed = _feed(logical, source, DERIVED)
+        feed = target.feeds.get(tensor) or _feed(logical, source, DERIVED)
         if feed is None:
             raise CoverageError(
                 f"{tensor}: the target needs it and the source does not hold it. "
@@ -262,7 +262,8 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
                 "source. They are different models, or the vocabulary size is not the same "
                 "(--vocab-size)."
             )
-        if feed.slot != tensor.slot and tensor not in source.layout.tensors:
+        told = tensor in source.layout.tensors or tensor in target.feeds
+        if feed.slot != tensor.slot and not told:
             derived[(tensor.slot, feed.slot)] = derived.get((tensor.slot, feed.slot), 0) + 1
         asked = narrow or (feed.slot, tensor.slot) == ("master", "param")
         loss = _cast_loss(given.dtype, logical.dtype, tensor, asked)

@@ -199,7 +199,8 @@ def _fits(logical: LogicalTensor, stored: Stored) -> bool:
 def _padded(logical: LogicalTensor, stored: Stored) -> bool:
     """Whether more rows are stored than the config's vocabulary has, and nothing says why."""
     return (
-        len(logical.shape) == len(stored.shape) == 2
+        logical.padded is None
+        and len(logical.shape) == len(stored.shape) == 2
         and logical.shape[1] == stored.shape[1]
         and logical.shape[0] > stored.shape[0]
         and logical.id.name in _VOCABULARY

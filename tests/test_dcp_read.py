@@ -158,9 +158,10 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FORMS = ("plain", "one-file-per-item", "threads", "zstd", "wrapped", "nested", "hidden")
+OLDER = ("old-options", "torch-2.3", "numbered")
 
 
-@pytest.mark.parametrize("form", [*FORMS, "old-options"])
+@pytest.mark.parametrize("form", [*FORMS, *OLDER])
 def test_every_writer_option_of_torch_is_read(forms: Path, form: str):
     opened = reshard.open(forms / form)
     assert differences(opened, read_truth(forms)) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from dcp_truth import differences, read_truth
 from peers.dcp_cases import run_writer
 from reshard.containers import dcp
 from reshard.errors import LossError, UsageError
@@ -43,6 +44,7 @@ def assert_equal(left: Path, right: Path, *, extras: bool = False) -> None:
         ("dcp/fsdp2_tp_2x2", "checkpoint", "dcp:dp2"),
         ("dcp/accelerate_fsdp2_w2_sharded", "checkpoint", "dp4"),
         ("dcp/torchtitan_w2", "checkpoint/step-4", "dcp"),
+        ("dcp/ddp_w2_torchsave", "checkpoint", "dcp"),
         ("wrappers/lightning_fsdp2_dp2_fp32", "ckpt/epoch=1-step=6.ckpt", "dp3"),
         ("wrappers/trainer_fsdp2_dp2_bf16", "ckpt/checkpoint-6", "dp1"),
     ],
@@ -71,6 +73,32 @@ def test_every_key_layout_holds_the_same_state(unpacked: Unpacked, tmp_path: Pat
         "optim.state.model.norm.weight.step",
     }
     assert "lr_scheduler.last_epoch" in keys.objects
+
+
+@pytest.mark.parametrize(
+    ("fixture", "inner"),
+    [
+        ("dcp/verl_fsdp2_w4", "checkpoint"),
+        ("dcp/fsdp1_w2_full_orig", "checkpoint"),
+        ("wrappers/lightning_single_fp32", "ckpt/epoch=1-step=6.ckpt"),
+        ("wrappers/trainer_fsdp2_dp2_bf16_full", "ckpt/checkpoint-6"),
+    ],
+)
+@pytest.mark.parametrize("to", ["dcp:dp3", "torch", "dcp.accelerate:dp2"])
+def test_files_of_trainers_become_any_kind_with_their_scheduler(
+    unpacked: Unpacked, tmp_path: Path, fixture: str, inner: str, to: str
+):
+    source = unpacked(fixture) / inner
+    made = converted(source, tmp_path / "out", to)
+    assert_equal(source, made)
+    kept = reshard.open(made).extras
+    epoch = kept.get("lr_scheduler.last_epoch", kept.get("scheduler.bin.last_epoch"))
+    assert epoch == reshard.open(source).checkpoint.iteration
+    fates = reshard.plan(source, to)["fates"]
+    assert isinstance(fates, list)
+    named = {str(f["path"]).split(".")[0] for f in fates if isinstance(f, dict)}
+    heads = {path.split(".")[0] for path in reshard.open(source).extras}
+    assert all(any(head in name or name in head for name in named) for head in heads)
 
 
 def test_rows_are_cut_as_torch_chunk_cuts_them(unpacked: Unpacked, tmp_path: Path):
@@ -182,3 +210,46 @@ def test_a_plain_state_dict_is_read_from_the_file_or_its_folder(unpacked: Unpack
     alone = tmp_path / "alone.pt"
     shutil.copy(made / "state.pt", alone)
     assert_equal(source, alone, extras=True)
+
+
+def test_a_scheduler_that_accelerate_prepared_counts_for_the_new_ranks(
+    unpacked: Unpacked, forms: Path, tmp_path: Path
+):
+    """It steps once for each rank: 8 after 4 steps of 2 ranks, 20 after 4 steps of 5."""
+    source = tmp_path / "source"
+    shutil.copytree(unpacked("dcp/accelerate_fsdp2_w2_sharded") / "checkpoint", source)
+    shutil.copy(forms / "scheduler.bin", source / "scheduler.bin")
+    same = reshard.open(converted(source, tmp_path / "same", "dcp:dp2")).extras
+    assert same["scheduler.bin.last_epoch"] == 8
+    other = reshard.open(converted(source, tmp_path / "other", "dcp:dp5")).extras
+    assert other["scheduler.bin.last_epoch"] == 20
+    assert other["scheduler.bin._step_count"] == 21
+    assert other["custom_checkpoint_0.pkl.last_epoch"] == 4
+
+
+def test_masters_of_another_framework_become_the_weights_and_ties_get_both_names(
+    unpacked: Unpacked, tmp_path: Path
+):
+    """What DeepSpeed saved in bf16 with fp32 masters, for FSDP: one copy, in full width."""
+    folder = unpacked("deepspeed/z2_dp2_bf16_tied")
+    truth = read_truth(folder)
+    for to in ("dcp:dp3", "torch"):
+        made = converted(folder / "ckpt", tmp_path / to.replace(":", "-"), to)
+        opened = reshard.open(made)
+        assert differences(opened, truth) == []
+        head, embedding = opened["lm_head.weight"], opened["model.embed_tokens.weight"]
+        assert (head[...] == embedding[...]).all()
+        assert opened.checkpoint.groups is not None
+        assert [g.options["weight_decay"] for g in opened.checkpoint.groups] == [0.1, 0.0]
+        assert set(opened.steps.values()) == {5.0}
+    report = reshard.plan(folder / "ckpt", "dcp:dp3")
+    assert isinstance(report["losses"], list)
+    assert {x["code"] for x in report["losses"] if isinstance(x, dict)} == {"extra-dropped"}
+
+
+@pytest.mark.parametrize("to", ["deepspeed:zero2dp2", "deepspeed:zero3dp3"])
+def test_fsdp_to_deepspeed_and_back_is_the_identity(unpacked: Unpacked, tmp_path: Path, to: str):
+    source = unpacked("dcp/fsdp2_w4_uneven") / "checkpoint"
+    there = converted(source, tmp_path / "there", to)
+    back = converted(there, tmp_path / "back", "dcp:dp2")
+    assert_equal(source, back)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,15 +12,18 @@ import reshard
 from families import WITH_TRUTH, WITHOUT_TRUTH, plain, whole
 from peers import run_module
 from reshard.converters.megatron import names, stages
-from reshard.converters.megatron.sizes import sizes
+from reshard.converters.megatron.sizes import SEQUENTIAL, sizes
 from reshard.families import recognised
 from reshard.format import open_checkpoint
 from reshard.tensor import TensorId
 from reshard.translate import translate
 
+MADE = "starcoder2"  # by transformers while the test runs
 #: Families whose megatron-core model is built here, of the local spec, in fp32 on the CPU.
-IN_MEGATRON = ("llama2", "llama3", "mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "mixtral",
-               "gpt2", "phi3")  # fmt: skip
+#: (llama3: Megatron scales its rotary frequencies from 8192 positions, the fixture from 128.
+#: mistral: its window of 8 tokens is a mask, which is not what is tested.)
+IN_MEGATRON = ("llama2", "llama3_tied", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe",
+               "mixtral", "gpt2", "phi3", MADE)  # fmt: skip
 
 
 def megatron_tensors(folder, target):
@@ -27,7 +31,7 @@ def megatron_tensors(folder, target):
     checkpoint = open_checkpoint(folder)
     found = translate(checkpoint, recognised(checkpoint), "mcore").checkpoint
     args = {k[5:]: v for k, v in found.extras.items() if k.startswith("args.")}
-    model = sizes(args)
+    model = replace(sizes(args), experts_form=SEQUENTIAL)
     pipe = stages.pipeline(model.layers, 1, 1)
     tree = names.legacy_entries(model, pipe.chunks[0][0], spec="local")
     values = {
@@ -44,8 +48,10 @@ def judged(unpacked, tmp_path_factory):
     """What transformers and megatron-core say of every family: exports by way of Megatron."""
     root = tmp_path_factory.mktemp("logits")
     cases = []
-    for family in (*WITH_TRUTH, *WITHOUT_TRUTH):
-        folder, out = plain(unpacked, family), root / family
+    run_module("peers.hf_make", str(root / "made"))
+    for family in (*WITH_TRUTH, *WITHOUT_TRUTH, MADE):
+        folder = root / "made" if family == MADE else plain(unpacked, family)
+        out = root / family
         if family == "qwen3_next":
             reshard.convert(folder, out, "hf")  # Megatron's module order for it is not known
         else:
@@ -75,7 +81,7 @@ def judged(unpacked, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [*WITH_TRUTH, *WITHOUT_TRUTH, "v4_config", "legacy_bin", "with_lm_head", "v5_fused"],
+    [*WITH_TRUTH, *WITHOUT_TRUTH, MADE, "v4_config", "legacy_bin", "with_lm_head", "v5_fused"],
 )
 def test_transformers_loads_what_is_written_and_computes_the_same(judged, name):
     found = judged[name]

@@ -49,6 +49,7 @@ def index_of(folder):
     return path, json.loads(path.read_text())
 
 
+@pytest.mark.proves("hf", "hf", "weights")
 @pytest.mark.parametrize(
     ("archive", "form", "twin"),
     [
@@ -68,6 +69,8 @@ def test_every_form_of_a_model_is_written_as_the_hub_has_it(
     assert equal(tmp_path / "out", folder / twin)
 
 
+@pytest.mark.proves("hf", "megatron", "weights")
+@pytest.mark.proves("megatron", "hf", "weights")
 @pytest.mark.parametrize("family", ["llama3", "qwen2_tied", "qwen2_moe", "gpt_oss", "gemma3_text"])
 def test_to_megatron_and_back_is_the_same_folder(unpacked, tmp_path, family):
     folder = plain(unpacked, family)
@@ -86,6 +89,8 @@ def test_experts_are_dealt_to_expert_ranks_and_back(unpacked, tmp_path):
     assert equal(tmp_path / "back", folder)
 
 
+@pytest.mark.proves("hf", "megatron-legacy", "weights")
+@pytest.mark.proves("megatron-legacy", "hf", "weights")
 def test_to_legacy_megatron_and_back_is_the_same(unpacked, tmp_path):
     folder = plain(unpacked, "qwen3")
     reshard.convert(folder, tmp_path / "megatron", "megatron-legacy:tp2pp2")
@@ -93,6 +98,8 @@ def test_to_legacy_megatron_and_back_is_the_same(unpacked, tmp_path):
     assert equal(tmp_path / "back", folder)
 
 
+@pytest.mark.proves("hf", "dcp", "weights")
+@pytest.mark.proves("dcp", "hf", "weights")
 def test_through_dcp_and_back_is_the_same(unpacked, tmp_path):
     folder = plain(unpacked, "qwen3_moe")
     reshard.convert(folder, tmp_path / "dcp", "dcp:dp2")

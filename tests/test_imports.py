@@ -16,7 +16,7 @@ from support import ROOT
 #: From the ground up; a module imports its own row or rows above it, never one below.
 #: `reshard` itself is the public face, `reshard.__init__`.
 ORDER = (
-    {"errors", "version"},
+    {"errors", "values", "version"},
     {"box", "checksums", "dtypes", "tensor", "topology"},
     {"layout", "codec"},
     {"files"},

@@ -10,12 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import reshard
 from peers import MegatronCase, judge
 from reshard.containers import dcp
 from reshard.errors import CorruptError, FormatError, ReshardError
 from test_megatron_dist import stacked, truth_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 Unpack = Callable[[str], Path]
 Values = np.ndarray[Any, Any]
@@ -216,3 +222,108 @@ def test_a_zarr_array_may_end_inside_its_last_chunk(unpacked: Unpack, tmp_path: 
     (folder / ".zarray").write_text(json.dumps(header))
     assert reshard.open(made)["output_layer.weight"][...].tobytes() == whole.tobytes()
     assert reshard.fingerprint(made) == reshard.fingerprint(unpacked(ZARR) / "dist")
+
+
+MODEL_YAML = """_target_: nemo.collections.llm.gpt.model.llama.LlamaModel
+config:
+  _target_: nemo.collections.llm.gpt.model.llama.Llama3Config8B
+  activation_func:
+    _call_: false
+    _target_: torch.nn.functional.silu
+  add_bias_linear: false
+  ffn_hidden_size: 52
+  gated_linear_unit: true
+  hidden_size: 40
+  kv_channels: 6
+  make_vocab_size_divisible_by: 8
+  normalization: RMSNorm
+  num_attention_heads: 8
+  num_layers: 4
+  num_moe_experts: null
+  num_query_groups: 2
+  position_embedding_type: rope
+  share_embeddings_and_output_weights: false
+optim:
+  num_layers: 99
+"""
+
+
+def test_a_nemo_2_checkpoint_is_megatrons(unpacked: Unpack, tmp_path: Path) -> None:
+    """`weights/`, `module.` before every key, no args, the config in context/; by NeMo's source."""
+    source = unpacked("megatron/h-llama-tp2pp1dp2-fr") / "dist"
+    folder = source / "iter_0000003"
+    metadata = dcp.read_metadata(folder)
+    state = {}
+    for key, entry in metadata.tensors.items():
+        values = stored(folder, metadata, key)
+        half = entry.dtype.name == "bfloat16"
+        tensor = torch.from_numpy(values.view(np.int16) if half else values)
+        name = key.split(".", 3)[3] if key.startswith("optimizer.") else key
+        renamed = f"{key.removesuffix(name)}module.{name}"
+        state[renamed] = tensor.view(torch.bfloat16) if half else tensor
+    nemo = tmp_path / "nemo"
+    (nemo / "weights").mkdir(parents=True)
+    (nemo / "context").mkdir()
+    (nemo / "context" / "model.yaml").write_text(MODEL_YAML)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    writer = FileSystemWriter(nemo / "weights")
+    save(state, storage_writer=writer, planner=planner, no_dist=True)
+    shutil.copy(folder / "metadata.json", nemo / "weights")
+    common = torch.load(folder / "common.pt", weights_only=False)
+    lightning = {"pytorch-lightning_version": "2.5.0", "global_step": 3, "state_dict": {}}
+    lightning["optimizer"] = [common["optimizer"]]
+    torch.save(lightning, nemo / "weights" / "common.pt")
+    found = reshard.open(nemo, vocab_size=109)
+    assert found.checkpoint.iteration == 3
+    assert set(found.steps.values()) == {3.0}
+    assert reshard.fingerprint(nemo, vocab_size=109) == reshard.fingerprint(source)
+    with pytest.raises(FormatError, match="--from transformer_impl"):
+        reshard.convert(nemo, tmp_path / "out", "tp1pp4", vocab_size=109)
+    given = "transformer_impl=local"
+    reshard.convert(nemo, tmp_path / "out", "tp1pp4", given=given, vocab_size=109)
+    assert reshard.diff(source, tmp_path / "out")["differences"] == []
+    made = dcp.read_metadata(tmp_path / "out" / "iter_0000003")
+    assert set(made.tensors) == set(metadata.tensors)
+
+
+def test_flattened_shards_of_grouped_experts_lie_transposed() -> None:
+    """By the source: GroupedMLP saves moments as [in, out] and weights as [out, in]; no fixture.
+
+    experts.py GroupedMLP.sharded_state_dict @ core_v0.12.3, gated, tp 2, two experts.
+    """
+    from reshard.converters.megatron.flattened_read import grid, located
+    from reshard.dtypes import FLOAT32
+    from reshard.layout import StoredArray
+
+    experts, ffn, hidden, tp = 2, 6, 5, 2
+    whole = np.arange(experts * 2 * ffn * hidden, dtype=np.float32)
+    whole = whole.reshape(experts, 2 * ffn, hidden)
+    weight, original = whole.shape, (experts, hidden, 2 * ffn)
+    shape = (experts, 1, 2 * tp, hidden * ffn // tp)
+    made = grid("fc1", shape, 1, weight, original, grouped=True)
+    assert made.shape == (2 * ffn, hidden)
+    flat = np.zeros(shape, np.float32)
+    for e in range(experts):
+        for part in range(2 * tp):
+            columns = whole[e].T[:, part * ffn // tp : (part + 1) * ffn // tp]
+            flat[e, 0, part] = columns.reshape(-1)
+    chunks = []
+    for e in range(experts):
+        for part in range(2 * tp):
+            for start, n in ((0, 7), (7, 8)):  # two DP ranks
+                chunk = dcp.Chunk((e, 0, part, start), (1, 1, 1, n), dcp.Place("f", 0, 0))
+                at = int(np.ravel_multi_index(chunk.offsets, shape)) * 4
+                chunks.append((chunk, StoredArray("f", at, chunk.sizes, FLOAT32, "fc1")))
+    found = located(made, 1, chunks)
+    for e in range(experts):
+        got = np.zeros((2 * ffn, hidden), np.float32)
+        for piece in found[e,]:
+            for i in np.ndindex(*piece.box.shape):
+                here = piece.base + sum(s * k for s, k in zip(piece.strides, i, strict=True))
+                where = tuple(a + k for a, k in zip(piece.box.start, i, strict=True))
+                got[where] = flat.reshape(-1)[piece.array.offset // 4 + here]
+        assert got.tobytes() == whole[e].tobytes()
+    with pytest.raises(FormatError, match="transpose of its weight"):
+        grid("fc1", shape, 1, weight, original, grouped=False)
+    with pytest.raises(FormatError, match="no grid of flattened shards"):
+        grid("fc1", (experts, 1, 5, 30), 1, weight, None, grouped=False)

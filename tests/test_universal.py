@@ -66,6 +66,10 @@ def state_in(path: Path) -> str:
     return json.dumps(to_json(file.root, values))
 
 
+@pytest.mark.proves("megatron", "universal", "training state")
+@pytest.mark.proves("megatron-legacy", "universal", "training state")
+@pytest.mark.proves("universal", "megatron", "training state")
+@pytest.mark.proves("universal", "megatron-legacy", "training state")
 @pytest.mark.parametrize(("source", "target"), MEGATRON)
 def test_megatron_by_the_store_equals_megatron_directly(
     unpacked: Unpack, tmp_path: Path, source: str, target: str
@@ -90,6 +94,7 @@ def test_megatron_by_the_store_equals_megatron_directly(
         assert state_in(via / file) == state_in(direct / file)
 
 
+@pytest.mark.proves("universal", "hf", "weights")
 def test_a_store_becomes_hf_as_its_source_does(unpacked: Unpack, tmp_path: Path) -> None:
     given = unpacked("megatron/h-llama-tp2pp2") / "dist"
     reshard.convert(given, tmp_path / "store", "universal")
@@ -111,6 +116,8 @@ def test_names_of_a_dialect(unpacked: Unpack, tmp_path: Path) -> None:
         assert store[name][...].tobytes() == weights[name][...].tobytes()
 
 
+@pytest.mark.proves("dcp", "universal", "training state")
+@pytest.mark.proves("universal", "dcp", "training state")
 def test_fsdp_by_the_store(unpacked: Unpack, tmp_path: Path) -> None:
     """Tensors, steps, groups and JSON extras are equal; what only DCP's writers use is a loss."""
     given = unpacked("dcp/fsdp2_w2_fp32") / "checkpoint"
@@ -121,6 +128,7 @@ def test_fsdp_by_the_store(unpacked: Unpack, tmp_path: Path) -> None:
     assert reshard.diff(given, tmp_path / "back")["differences"] == []
 
 
+@pytest.mark.proves("universal", "universal", "training state")
 def test_a_store_of_a_store(unpacked: Unpack, tmp_path: Path) -> None:
     """Cut otherwise, it is the same checkpoint, native state included."""
     given = unpacked("megatron/h-moe-pp2ep2") / "dist"
@@ -174,6 +182,7 @@ def odd(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
     return folder, made
 
 
+@pytest.mark.proves("hf", "universal", "weights")
 @pytest.mark.parametrize("to", ["universal", CUT, "universal:chunk=256,shard=1KiB,small=0"])
 def test_every_dtype_to_the_bit(
     odd: tuple[Path, dict[str, np.ndarray[Any, Any]]], tmp_path: Path, to: str
@@ -483,6 +492,18 @@ def test_what_a_store_does_not_have(
 ) -> None:
     with pytest.raises(kind, match=word):
         reshard.convert(unpacked("megatron/a-tp1pp1") / "dist", tmp_path / "out", to)
+
+
+def test_blocks_of_fp8_are_not_parted_from_their_scales(unpacked: Unpack, tmp_path: Path) -> None:
+    """Stored raw, a later --dtype would take the bits for values."""
+    given = unpacked("hf/deepseek_v3") / "fp8_mtp"
+    with pytest.raises(FormatError, match="--dtype bf16"):
+        reshard.convert(given, tmp_path / "store", "universal")
+    reshard.convert(given, tmp_path / "store", "universal", dtype="bf16")
+    reshard.convert(given, tmp_path / "hf", "hf", dtype="bf16")
+    store, plain = reshard.open(tmp_path / "store"), reshard.open(tmp_path / "hf")
+    for name, _ in plain.logical:
+        assert store[name][...].tobytes() == plain[name][...].tobytes()
 
 
 def test_what_a_store_contradicts(whole: Path, tmp_path: Path) -> None:

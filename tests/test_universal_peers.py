@@ -16,6 +16,7 @@ import zarr
 from safetensors.numpy import load_file, save_file
 
 import reshard
+from reshard.containers import zarr3
 
 Unpack = Callable[[str], Path]
 Array = np.ndarray[Any, Any]
@@ -200,3 +201,27 @@ def test_zarr_python_lists_the_store(store: Path) -> None:
     assert list(root["param"].array_keys()) == ["w"]
     assert root["param/w"].shape == (64, 128)
     assert root.attrs["reshard"]["arrays"] == ["param"]
+
+
+def test_a_shard_cut_short_is_seen_by_all(store: Path) -> None:
+    path = store / "param/w/c.1.0"
+    path.write_bytes(path.read_bytes()[:-1])
+    for read in (by_zarr, by_tensorstore):
+        with pytest.raises(ValueError, match=r"checksum|[Dd]igest|DATA_LOSS"):
+            read(store, "param/w")
+    with pytest.raises(reshard.ReshardError, match="cut short"):
+        reshard.open(store)["w"][...]
+
+
+def test_an_empty_index_entry_is_zeros_to_others(store: Path) -> None:
+    path = store / "param/w/c.1.0"
+    data = bytearray(path.read_bytes())
+    index = bytes([255] * 16) + bytes(data[-52:-4])
+    data[-68:] = index + zarr3.crc32c(index).to_bytes(4, "little")
+    path.write_bytes(data)
+    for read in (by_zarr, by_tensorstore):
+        assert np.count_nonzero(read(store, "param/w")) == 60 * 128
+    with pytest.raises(ValueError, match="missing"):
+        strictly(store, "param/w")
+    with pytest.raises(reshard.ReshardError, match=r"chunk \[4, 0\] is lost"):
+        reshard.open(store)["w"][...]

@@ -15,7 +15,7 @@ from reshard.layout import Draft
 from .goal import Goal
 from .leaves import ObjectLeaf, dotted
 from .state import State
-from .values import ALLOWED, Carried, Path, plain, strangers
+from .values import ALLOWED, Carried, Path, own_values, plain, strangers
 
 _DATA = "dataloader"
 _RANK = "dp_rank_"
@@ -87,6 +87,8 @@ def _neutral(source: Checkpoint, kept: Kept) -> tuple[ObjectLeaf, ...]:
             out.append(ObjectLeaf(where, Carried(value)))
         elif parts[0] == _TRAINING and type(value) in (int, float, bool):
             out.append(ObjectLeaf(tuple(parts), Carried(value)))
+        elif path == "ties":
+            kept.fates.append(Fate(path, "keep", "both names are written"))
         else:
             left.setdefault(parts[0])
     for name in left:
@@ -245,7 +247,11 @@ def side_drafts(kept: Kept) -> list[Draft]:
             out.append(Draft(name, len(raw), [(0, raw)]))
         else:
             draft, _ = torchfile.draft(
-                name, value.obj, allow=ALLOWED, archive=name.partition(".")[0], values=value.values
+                name,
+                value.obj,
+                allow=ALLOWED,
+                archive=name.partition(".")[0],
+                values=own_values(value),
             )
             out.append(draft)
     return out

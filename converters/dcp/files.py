@@ -162,7 +162,8 @@ def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
                 side.append(name)
         more = [leaf for leaf in more if leaf.path[0] not in names]
         names += [n for n in side if n not in names]
-    kind = "lightning" if _is_lightning(leaves) else "plain"
+    whole = len(listed.states) == 1
+    kind = "lightning" if _is_lightning(leaves) else ("plain" if whole else "files")
     said = f"files of {listed.ranks} ranks" if listed.ranks else "one state"
     return build(
         Found(
@@ -187,7 +188,7 @@ def _open_trainer(folder: Folder, options: OpenOptions) -> Checkpoint:
             root=folder,
             format=NAME,
             version="HF Trainer, numbered optimizer",
-            kind="plain",
+            kind="files",
             leaves=(*leaves, *more),
             files=(*names, *side),
             weights_only=options.weights_only,

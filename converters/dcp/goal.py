@@ -161,6 +161,29 @@ def tensors(
     return out, frozenset(replaced)
 
 
+def tied_copies(
+    source: Checkpoint, held: Mapping[TensorId, LogicalTensor]
+) -> tuple[dict[TensorId, LogicalTensor], dict[TensorId, TensorId]]:
+    """The second names of tied weights, and what fills them: torch's state dict has both.
+
+    Sources that keep one copy say the others in their extras, as `ties`: alias to name.
+    Source: fixture fsdp2_w2_bf16_tied; a key that is missing stops dcp.load.
+    """
+    ties = source.extras.get("ties")
+    out: dict[TensorId, LogicalTensor] = {}
+    feeds: dict[TensorId, TensorId] = {}
+    for alias, name in ties.items() if isinstance(ties, Mapping) else ():
+        weight, copy = TensorId(str(name)), TensorId(alias)
+        if weight not in held or copy in held:
+            continue
+        out[copy] = _tensor(copy, held[weight], held[weight].dtype)
+        master = TensorId(str(name), MASTER)
+        wide = source.layout.tensors.get(weight, held[weight]).dtype != held[weight].dtype
+        lone = weight not in source.layout.tensors
+        feeds[copy] = master if (wide or lone) and master in source.layout.tensors else weight
+    return out, feeds
+
+
 def _mastered(
     held: Mapping[TensorId, LogicalTensor], tensor: TensorId, own: bool, aim: Goal
 ) -> bool:

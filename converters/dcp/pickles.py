@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as Folder
@@ -62,11 +63,11 @@ def leaves_of(root: Folder, files: Sequence[tuple[str, Path]]) -> list[Leaf]:
     whole: dict[Path, _Whole] = {}
     values: dict[Path, dict[int, Carried]] = {}
     order: dict[Path, None] = {}
-    ranks = 0
+    seen: Counter[Path] = Counter()
     for name, under in files:
         file = load(root, name)
-        rank = sum(p == under for n, p in files[: files.index((name, under))])
-        ranks = max(ranks, rank + 1)
+        rank = seen[under]
+        seen[under] += 1
         for path, value in tree(file.root, under):
             _refuse_flat(root / name, path)
             order.setdefault(path)

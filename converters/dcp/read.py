@@ -63,10 +63,29 @@ def build(found: Found) -> Checkpoint:
     shown: dict[str, Json] = {}
     for extra in extras:
         shown |= flattened(extra.value, dotted(extra.path))
+    native = _native(found, roles, extras)
+    kind = native.dialect.kind
+    return Checkpoint(
+        path=found.root,
+        format=found.format,
+        version=found.version + (f", {kind}" if kind not in ("plain", "files") else ""),
+        topology=Topology(dp=found.ranks),
+        layout=Layout(tensors, pieces_of, NAMING),
+        files=found.files,
+        groups=groups if roles.containers and not found.weights_only else None,
+        steps=steps,
+        iteration=_iteration(found, shown, steps),
+        extras=shown,
+        problems=(*found.problems, *([note] if note else [])),
+        native=native,
+    )
+
+
+def _native(found: Found, roles: Roles, extras: Sequence[ObjectLeaf]) -> State:
+    """What the writers of this converter use."""
     containers = roles.containers or (("optim",),)
-    kind = "torchtitan" if _is_torchtitan(found, roles) else found.kind
     dialect = Dialect(
-        kind=kind,
+        kind="torchtitan" if _is_torchtitan(found, roles) else found.kind,
         model=roles.model,
         optimizers=containers,
         flat=roles.flat,
@@ -74,28 +93,9 @@ def build(found: Found) -> Checkpoint:
         model_folder=found.folders[0],
         optimizer_folder=found.folders[1],
     )
-    native = State(
-        dialect,
-        tuple(g.options for g in roles.groups),
-        tuple(containers.index(g.container) for g in roles.groups),
-        tuple(extras),
-        roles.others,
-        found.ranks,
-    )
-    return Checkpoint(
-        path=found.root,
-        format=found.format,
-        version=found.version + (f", {kind}" if kind != "plain" else ""),
-        topology=Topology(dp=found.ranks),
-        layout=Layout(tensors, pieces_of, NAMING),
-        files=found.files,
-        groups=groups if roles.containers else None,
-        steps=steps,
-        iteration=_iteration(found, shown, steps),
-        extras=shown,
-        problems=(*found.problems, *([note] if note else [])),
-        native=native,
-    )
+    homes = tuple(containers.index(g.container) for g in roles.groups)
+    options = tuple(g.options for g in roles.groups)
+    return State(dialect, options, homes, tuple(extras), roles.others, found.ranks)
 
 
 def _is_torchtitan(found: Found, roles: Roles) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from reshard.errors import CorruptError, FormatError
@@ -74,8 +74,17 @@ def sort_leaves(leaves: Sequence[Leaf], *, lightning: bool = False) -> Roles:
     for container, value in whole:
         roles.groups += _listed_groups(container, value)
     roles.groups += _groups(options)
+    if any(isinstance(m, int) for g in roles.groups for m in g.members):
+        roles.state = [_numbered(entry) for entry in roles.state]
     _take_model(rest, roles, lightning)
     return roles
+
+
+def _numbered(entry: StateEntry) -> StateEntry:
+    """The entry by its number, which DCP spells as text (torch 2.13 _traverse.py)."""
+    if isinstance(entry.parameter, str) and entry.parameter.isdecimal():
+        return replace(entry, parameter=int(entry.parameter))
+    return entry
 
 
 def _groups_of(leaf: Leaf) -> Path | None:

@@ -42,7 +42,7 @@ def recognise(folder: Folder) -> str | None:
         if isinstance(said, dict) and "sharded_backend" in said:
             return None
     if (folder / dcp.METADATA).is_file():
-        return "holds .metadata"
+        return None if _is_megatron_fsdp(folder / dcp.METADATA) else "holds .metadata"
     if folder.is_dir() and any(folder.glob("__*.distcp")):
         return "holds .distcp files"  # an incomplete save, which opening refuses by name
     for inner in (MODEL_FOLDER, OPTIMIZER_FOLDER):
@@ -51,6 +51,15 @@ def recognise(folder: Folder) -> str | None:
     if folder.is_dir() and (shards := shard_names(folder)):
         return f"holds {shards[0]}"
     return None
+
+
+def _is_megatron_fsdp(path: Folder) -> bool:
+    """Whether Megatron-FSDP wrote it: only its optimizer has param_to_group_meta.
+
+    Source: megatron/core/optimizer/distrib_optimizer.py sharded_param_state_fsdp_dtensor
+    @ core_v0.16.1.
+    """
+    return b"param_to_group_meta" in path.read_bytes()
 
 
 def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:

@@ -20,7 +20,7 @@ class Dialect:
     `optimizer_folder` are DCP folders below the checkpoint's ("" for itself).
     """
 
-    kind: str = "plain"  # plain | torchtitan | accelerate | lightning
+    kind: str = "plain"  # plain | torchtitan | accelerate | lightning | files
     model: Path = ("model",)
     optimizers: tuple[Path, ...] = (("optim",),)
     flat: bool = False

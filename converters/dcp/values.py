@@ -73,6 +73,11 @@ def tensor(data: bytes, shape: tuple[int, ...], dtype: DType) -> Carried:
     return Carried(new_tensor(shape, dtype, "0"), {"0": data})
 
 
+def own_values(part: Carried) -> dict[str, bytes]:
+    """The bytes of the storages that the object itself names, where more are carried."""
+    return {ref.key: part.values[ref.key] for ref in tensors_in(part.obj)}
+
+
 def renamed(part: Carried, first: int, values: dict[str, bytes]) -> object:
     """The object with its storages numbered from `first` on; their bytes go to `values`."""
     keys: dict[str, str] = {}

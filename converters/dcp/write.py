@@ -21,13 +21,13 @@ from reshard.tensor import PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
 
 from .extras import Kept, keep_extras, schedule_of, side_drafts
-from .goal import Goal, goal, tensors
+from .goal import Goal, goal, tensors, tied_copies
 from .groups import TargetGroup, as_json, target_groups
 from .leaves import dotted
 from .read import NAMING
 from .sources import NAME
 from .state import STEP, State
-from .values import ALLOWED, Carried, Path, tensor
+from .values import ALLOWED, Carried, Path, own_values, tensor
 
 
 @dataclass
@@ -59,6 +59,8 @@ def declare_dcp(source: Checkpoint, target: Target, options: WriteOptions) -> De
     """Lay out a DCP checkpoint of the source."""
     aim = goal(source, target, options)
     logical, explained = tensors(source, aim, options)
+    copies, feeds = tied_copies(source, logical)
+    logical |= copies
     kept = keep_extras(source, aim)
     groups: list[TargetGroup] = []
     fates: list[Fate] = []
@@ -82,6 +84,7 @@ def declare_dcp(source: Checkpoint, target: Target, options: WriteOptions) -> De
         fates=(*fates, *kept.fates, *step_fates(source, aim)),
         recipe=recipe(source, aim, groups),
         explained=explained,
+        feeds=feeds,
     )
 
 
@@ -209,7 +212,7 @@ def _drafts(store: Store, aim: Goal, pieces: dict[TensorId, list[Piece]]) -> lis
         cuts = by_rank.get(rank, [])
         values = list(store.values.items()) if rank == 0 else []
         items: list[TensorItem | ObjectItem] = [
-            ObjectItem(key, value.obj, ALLOWED, value.values) for key, (_, value) in values
+            ObjectItem(key, value.obj, ALLOWED, own_values(value)) for key, (_, value) in values
         ]
         items += [TensorItem(c.key, c.box.start, c.box.shape, c.logical.dtype) for c in cuts]
         name = f"__{rank}_0.distcp"

@@ -20,7 +20,7 @@ from reshard.topology import Target, Topology
 
 from .extras import Kept, keep_extras
 from .files import NAME
-from .goal import Goal, tensors
+from .goal import Goal, tensors, tied_copies
 from .groups import TargetGroup, target_groups
 from .leaves import dotted
 from .read import NAMING
@@ -67,6 +67,8 @@ def declare_torch(source: Checkpoint, target: Target, options: WriteOptions) -> 
     """Lay out a plain state dict of the source."""
     aim = _goal(source, target, options)
     logical, explained = tensors(source, aim, options)
+    copies, feeds = tied_copies(source, logical)
+    logical |= copies
     kept = keep_extras(source, aim)
     groups: list[TargetGroup] = []
     fates: list[Fate] = []
@@ -92,6 +94,7 @@ def declare_torch(source: Checkpoint, target: Target, options: WriteOptions) -> 
         fates=(*fates, *kept.fates, *step_fates(source, aim)),
         recipe={**recipe(source, aim, groups), "load": f"torch.load({name!r})"},
         explained=explained,
+        feeds=feeds,
     )
 
 

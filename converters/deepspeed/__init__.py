@@ -28,7 +28,9 @@ class DeepSpeed:
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
-        return recognise_native(folder)
+        from .wrapper import recognise_wrapper
+
+        return recognise_native(folder) or recognise_wrapper(folder)
 
     def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
         """The tag folder of a run folder."""
@@ -37,8 +39,10 @@ class DeepSpeed:
     def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
         """Read headers."""
         from .read import open_native
+        from .wrapper import open_wrapped
 
-        return open_native(folder, options)
+        wrapped = recognise_native(folder) is None
+        return open_wrapped(folder, options) if wrapped else open_native(folder, options)
 
     def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
         """Lay out a target."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from reshard.checkpoint import Checkpoint, Json
@@ -105,7 +106,6 @@ def tp_info(aim: Goal) -> dict[str, object]:
 
     Source: module_inject/layers.py, universal_checkpoint_info of fixtures tp2_* @ 0.19.8.
     """
-    import re
 
     def pattern(name: str) -> str:
         return f"^{re.escape(name)}$"

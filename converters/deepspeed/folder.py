@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reshard.containers.small import read_tracker
 from reshard.errors import CorruptError, FormatError, UnsafeError
 
 LATEST = "latest"
@@ -45,6 +46,12 @@ class TagFiles:
     experts: Mapping[tuple[int, int, int], str] = field(default_factory=dict)  # layer, expert, mp
     expert_optim: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (mp, ep)
     others: tuple[str, ...] = ()
+    under: str = ""  # the tag folder below `folder`; names begin with it
+
+    @property
+    def place(self) -> Path:
+        """The tag folder."""
+        return self.folder / self.under
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,12 +61,12 @@ class TagFiles:
         return tuple(sorted(found | set(self.expert_optim.values())))
 
 
-def tag_files(folder: Path) -> TagFiles:
-    """What a tag folder holds. Raises CorruptError for two files with the same coordinates."""
+def tag_files(folder: Path, under: str = "") -> TagFiles:
+    """What the tag folder `under` a folder holds. Raises CorruptError for two files of one rank."""
     tables: dict[str, dict[object, str]] = {kind: {} for kind in _PATTERNS}
     prefixes: set[str] = set()
     others: list[str] = []
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(os.listdir(folder / under)):
         for kind, pattern in _PATTERNS.items():
             found = pattern.fullmatch(name)
             if found is None:
@@ -70,7 +77,7 @@ def tag_files(folder: Path) -> TagFiles:
                     f"{folder}: {tables[kind][at]} and {name} are files of the same rank; one is "
                     "left from another save. Remove it."
                 )
-            tables[kind][at] = name
+            tables[kind][at] = f"{under}/{name}" if under else name
             if kind == "optim":
                 prefixes.add(found["prefix"])
             break
@@ -80,6 +87,7 @@ def tag_files(folder: Path) -> TagFiles:
     return TagFiles(
         folder, t["model"], t["model3"], t["optim"], frozenset(prefixes), t["layer"],
         t["layer_tp"], t["expert"], t["expert_optim"], tuple(others),
+        under,
     )  # fmt: skip
 
 
@@ -135,7 +143,7 @@ def tagged_folder(run: Path, iteration: int | None, tracker: str) -> Path | None
     path = run / tracker
     if not path.is_file():
         return None
-    tag = path.read_text(errors="replace").strip()
+    tag = read_tracker(path)
     if not tag:
         raise CorruptError(f"{path} is empty; write the tag's name into it, or give the tag folder")
     if Path(tag).name != tag or tag in (".", ".."):
@@ -143,7 +151,7 @@ def tagged_folder(run: Path, iteration: int | None, tracker: str) -> Path | None
             f"{path} names {tag[:60]!r}, which is not a folder beside it. Give the tag folder."
         )
     inner = run / tag
-    if inner.is_symlink() and run.resolve() not in inner.resolve().parents:
+    if inner.is_symlink() and run.resolve() not in Path(os.path.realpath(inner)).parents:
         raise UnsafeError(f"{path} names {tag[:60]!r}, a link that leads out of {run}")
     if not inner.is_dir():
         if tracker == LATEST and tag.startswith("iter_"):

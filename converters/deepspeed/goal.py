@@ -163,6 +163,8 @@ def _tag(source: Checkpoint, own: Native | None, asked: str | None) -> str:
         if not asked or "/" in asked or asked in (".", ".."):
             raise UsageError(f"tag={asked!r} is no folder name")
         return asked
+    if own is not None and own.wrapper is not None:
+        return own.wrapper.tag
     name = source.path.name.removesuffix("_universal")
     if own is not None and own.named:
         return name

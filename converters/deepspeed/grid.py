@@ -51,7 +51,7 @@ def read_grid(files: TagFiles, options: OpenOptions) -> Grid:
     Raises CorruptError naming a file that is missing, left over, or of another save; FormatError
     for a form that is refused by name.
     """
-    folder = files.folder
+    folder = files.place
     zero3 = _is_zero3(files)
     _no_offload(folder)
     if not files.model and not files.model3:
@@ -109,7 +109,7 @@ def model_files(files: TagFiles, zero3: bool) -> tuple[ModelFile, ...]:
     table = {mp: n for (mp, dp), n in files.model3.items() if dp == 0} if zero3 else files.model
     name = "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt" if zero3 else _MODEL
     if 0 not in table:
-        raise CorruptError(f"{files.folder / name.format(0)}: is missing")
+        raise CorruptError(f"{files.place / name.format(0)}: is missing")
     first = read_model(files.folder, table[0])
     if first.dp == 0 or first.mp == 0:
         raise CorruptError(f"{first.name}: says dp_world_size {first.dp}, mp_world_size {first.mp}")
@@ -133,13 +133,13 @@ def _check_ranks(
     missing = [r for r in range(size) if r not in there]
     if missing:
         raise CorruptError(
-            f"{files.folder / pattern.format(missing[0])}: is missing ({len(missing)} of {size} "
+            f"{files.place / pattern.format(missing[0])}: is missing ({len(missing)} of {size} "
             f"ranks' files are; {says} says {field_} {size}). Copy the checkpoint again."
         )
     extra = [r for r in found if r >= size]
     if extra:
         raise CorruptError(
-            f"{files.folder / pattern.format(extra[0])}: is a file of rank {extra[0]}, and {says} "
+            f"{files.place / pattern.format(extra[0])}: is a file of rank {extra[0]}, and {says} "
             f"says {field_} {size}: it is left from another save. Remove it."
         )
 

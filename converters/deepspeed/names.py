@@ -106,10 +106,6 @@ def names_of(grid: Grid) -> Names:
             names.kinds.setdefault(name.removeprefix(names.prefix), held.array.dtype)
         for name, kind in model.placeholders.items():
             names.kinds.setdefault(name.removeprefix(names.prefix), kind)
-    if grid.files.layers:
-        from .pipeline import read_layers
-
-        read_layers(grid, names)
     first = grid.first
     if not names.order:
         names.order = tuple(n.removeprefix(names.prefix) for n in first.order)

@@ -62,6 +62,23 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Wrapper:
+    """What a trainer keeps beside a tag folder. Names are relative to its folder.
+
+    `kind` is "trainer" (transformers) or "accelerate". `copies` are small text files, `weights`
+    the safetensors files, `opaque` pickles of the trainer's own classes, which are left behind.
+    """
+
+    kind: str
+    tag: str
+    scheduler: tuple[str, Carried] | None = None
+    rng: Mapping[int, Carried] = field(default_factory=dict)
+    copies: Mapping[str, bytes] = field(default_factory=dict)
+    weights: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Native:
     """Everything of a native checkpoint that is not an element of a tensor."""
 
@@ -85,4 +102,4 @@ class Native:
     sub_group_size: int | None = None
     named: bool = True  # its folder is a tag's
     refused: tuple[str, ...] = ()  # client entries that may not be written again
-    wrapper: object = None
+    wrapper: Wrapper | None = None

@@ -17,6 +17,7 @@ from reshard.tensor import MASTER, STEP
 
 from .flat import flat_group
 from .grid import Grid
+from .join import merged, set_stages
 from .model_read import Held
 from .names import Names, Spot, expert_parts
 from .native import Group
@@ -57,8 +58,6 @@ def plain_groups(table: Table, grid: Grid, names: Names) -> tuple[tuple[Group, .
 
     Raises FormatError if more than one naming fits.
     """
-    from .read import merged, set_stages
-
     per_mp: list[list[Group]] = []
     start, form = 0, "plain"
     for mp in range(len(grid.models)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -18,10 +20,13 @@ from . import flat
 from .flat import FlatGroup
 from .folder import tag_files
 from .grid import Grid, read_grid
+from .join import merged, set_stages
 from .model_read import OWN, ModelFile
 from .names import Names, names_of, vocabulary_of
 from .native import Group, Model, Native
 from .optim_read import RankState
+from .pipeline import read_layers
+from .plain_read import plain_groups, settings_of
 from .table import FlatHolder, FragmentHolder, MatrixHolder, Table, WholeHolder, add_state
 from .values import Carried, carry, plain, strange_names
 
@@ -30,18 +35,23 @@ NAMING = "torch"
 
 
 def open_native(folder: Path, options: OpenOptions) -> Checkpoint:
-    """Read a tag folder's headers.
+    """Read a tag folder's headers."""
+    return read_native(folder, options)[0]
+
+
+def read_native(folder: Path, options: OpenOptions, under: str = "") -> tuple[Checkpoint, Table]:
+    """The checkpoint in the tag folder `under` a folder, and the table its layout is made from.
 
     Raises FormatError for a form that is refused by name, CorruptError for files that are missing,
     of another save, or contradict themselves.
     """
-    files = tag_files(folder)
+    files = tag_files(folder, under)
     grid = read_grid(files, options)
     names = names_of(grid)
+    if files.layers:
+        read_layers(grid, names)
     table = Table()
     if grid.stage == 0 and not grid.ranks:
-        from .plain_read import plain_groups
-
         groups, form = plain_groups(table, grid, names)
         grid = replace(grid, form=form)
     else:
@@ -50,7 +60,7 @@ def open_native(folder: Path, options: OpenOptions) -> Checkpoint:
     native = native_run(grid, names, groups, model)
     steps = {n: g.numbers[STEP] for g in groups for n in g.members if STEP in g.numbers}
     steps |= names.steps
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=folder,
         format=NAME,
         version=f"DeepSpeed {native.version or 'of unknown version'}, {form_text(native)}",
@@ -68,6 +78,7 @@ def open_native(folder: Path, options: OpenOptions) -> Checkpoint:
         problems=tuple(names.problems),
         native=native,
     )
+    return checkpoint, table
 
 
 def form_text(native: Native) -> str:
@@ -115,15 +126,6 @@ def zero_groups(table: Table, grid: Grid, names: Names) -> tuple[Group, ...]:
     return merged(per_mp)
 
 
-def set_stages(grid: Grid, names: Names, per_mp: Sequence[Sequence[Group]]) -> None:
-    """Remember which pipeline stage's optimizer holds which tensors."""
-    if names.pipeline is None:
-        return
-    rows = per_mp[:: grid.tp]
-    stages = tuple(frozenset(n for g in row for n in g.members) for row in rows)
-    names.pipeline = replace(names.pipeline, stages=stages)
-
-
 def _joined(rank: RankState, made: list[Group]) -> list[Group]:
     """Sub-groups put together as param groups, with their options."""
     out = []
@@ -144,29 +146,6 @@ def _joined(rank: RankState, made: list[Group]) -> list[Group]:
             )
         )
     return out
-
-
-def merged(per_mp: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
-    """The groups of every model-parallel rank put together: members in order, each once."""
-    out: list[Group] = []
-    for i, first in enumerate(per_mp[0]):
-        members = dict.fromkeys(n for row in per_mp for n in row[i].members)
-        states = dict.fromkeys(s for row in per_mp for s in row[i].states)
-        numbers = next((row[i].numbers for row in per_mp if row[i].numbers), {})
-        if any(row[i].numbers not in ({}, numbers) for row in per_mp):
-            raise CorruptError(f"group {i}: model-parallel ranks count optimizer steps differently")
-        out.append(
-            Group(
-                first.options,
-                tuple(members),
-                tuple(states),
-                first.whole,
-                numbers,
-                next((r[i].step_tensor for r in per_mp if r[i].step_tensor is not None), None),
-                first.expert,
-            )
-        )
-    return tuple(out)
 
 
 def _sub_group(
@@ -458,14 +437,9 @@ def _brief(value: Json) -> Json:
 
 def digest(value: Json) -> str:
     """Sixteen hex digits that tell equal values from others."""
-    import hashlib
-    import json
-
     return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()
 
 
 def plain_settings(grid: Grid) -> Carried:
     """The loss scaler's settings of ZeRO 0."""
-    from .plain_read import settings_of
-
     return Carried(settings_of(grid))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from reshard.box import row_major
 from reshard.errors import LayoutError, UsageError
 
 from .cuts import Affine, Shard, same, sliced
@@ -59,10 +61,6 @@ def cut_axis(name: str, cut: Affine) -> int | None:
 
 def affine_map(cuts: Mapping[str, Affine]) -> dict[str, object]:
     """The affine map of these cuts, as DeepSpeed 0.19.8 writes it."""
-    import re
-
-    from reshard.box import row_major
-
     params: dict[str, object] = {}
     for name, cut in cuts.items():
         ranks: dict[int, object] = {}

@@ -16,15 +16,17 @@ from reshard.tensor import MASTER, PARAM, STEP, TensorId
 from reshard.topology import Target
 
 from . import flat
-from .carry import carried_entries, fates_of, losses_of, recipe_of, settings_entries
+from .carry import carried_entries, config_of, fates_of, losses_of, recipe_of, settings_entries
 from .cuts import Shard
 from .flat import FlatGroup, SubGroup
 from .goal import Goal, goal
-from .native import Group
+from .names import expert_parts
+from .native import Group, Native
 from .read import NAMING
 from .recut import shard_of
 from .sheet import Sheet, fragment, size, stage_enum
 from .table import FlatHolder, FragmentHolder, Holder, MatrixHolder, Table, WholeHolder
+from .wrapper_write import side_drafts
 
 Place = tuple[Sheet, TensorRef]
 
@@ -38,6 +40,7 @@ class Plans:
 
     source: Checkpoint
     aim: Goal
+    under: str = ""  # the tag folder, where a trainer's folder lies around it
     sheets: list[Sheet] = field(default_factory=list)
     wholes: list[tuple[str, str, Shard, Place]] = field(default_factory=list)
     fragments: list[tuple[str, Shard, list[Place]]] = field(default_factory=list)
@@ -47,7 +50,7 @@ class Plans:
 
     def sheet(self, name: str) -> Sheet:
         """A new file."""
-        made = Sheet(name)
+        made = Sheet(f"{self.under}/{name}" if self.under else name)
         self.sheets.append(made)
         return made
 
@@ -75,7 +78,9 @@ def declare_native(source: Checkpoint, target: Target, options: WriteOptions) ->
     Raises a ReshardError for what cannot be.
     """
     aim = goal(source, target, options, None)
-    plans = Plans(source, aim)
+    own = source.native if isinstance(source.native, Native) else None
+    wrapper = own.wrapper if own is not None and aim.groups else None
+    plans = Plans(source, aim, aim.tag if wrapper else "")
     if aim.stage == 3:
         if not aim.groups:
             raise FormatError(
@@ -92,16 +97,20 @@ def declare_native(source: Checkpoint, target: Target, options: WriteOptions) ->
         for mp in range(aim.mp):
             _optimizer_files(plans, mp)
     drafts, table = laid_out(plans)
+    fates, losses = list(fates_of(source, aim)), list(losses_of(source, aim))
+    if wrapper is not None and own is not None:
+        more, more_fates, more_losses = side_drafts(source.path, wrapper, own, aim, table)
+        drafts, fates, losses = drafts + more, fates + more_fates, losses + more_losses
     return Declaration(
         format="deepspeed",
         topology=aim.topology,
-        folder=aim.tag,
+        folder="" if wrapper else aim.tag,
         layout=Layout(table.tensors, table.pieces, NAMING),
         drafts=drafts,
-        trackers={"latest": aim.tag.encode()},
-        losses=losses_of(source, aim),
+        trackers={} if wrapper else {"latest": aim.tag.encode()},
+        losses=tuple(losses),
         notes=aim.notes,
-        fates=fates_of(source, aim),
+        fates=tuple(fates),
         recipe=recipe_of(source, aim),
         explained=_explained(source, table),
     )
@@ -180,8 +189,6 @@ def _module(plans: Plans, sheet: Sheet, mp: int) -> tuple[Ordered, dict[str, Ten
 
 def _expert_file(aim: Goal, name: str) -> bool:
     """Whether a tensor lies in an expert's file instead of the module's."""
-    from .names import expert_parts
-
     parts = expert_parts(name)
     return aim.experts is not None and parts is not None and parts[0] in aim.experts.counts
 
@@ -252,8 +259,6 @@ def _layer_files(plans: Plans) -> None:
 
 def _expert_files(plans: Plans) -> None:
     """One file an expert and MoE layer, under global numbers."""
-    from .names import expert_parts
-
     experts = plans.aim.experts
     if experts is None:
         return
@@ -283,8 +288,6 @@ def _expert_files(plans: Plans) -> None:
 
 def _members(aim: Goal, group: Group, mp: int, ep: int) -> dict[str, str]:
     """Local name -> global name of a group's members on one rank, in flat order."""
-    from .names import expert_parts
-
     if aim.pipeline is not None:
         stage = aim.stages[mp // aim.topology.tp]
         return {n: n for n in group.members if n in stage}
@@ -334,8 +337,6 @@ def _optimizer_files(plans: Plans, mp: int) -> None:
 
 def carried_config(aim: Goal) -> Mapping[object, object]:
     """The config to be recorded."""
-    from .carry import config_of
-
     return config_of(aim)
 
 

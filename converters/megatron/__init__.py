@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, Json
+from reshard.containers.small import read_tracker
 from reshard.errors import CorruptError, FormatError
 from reshard.format import Declaration, OpenOptions, Packed, WriteOptions
 from reshard.topology import Target
@@ -32,7 +33,7 @@ def checkpoint_folder(run: Path, iteration: int | None) -> Path | None:
     tracker = run / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text(errors="replace").strip()
+    text = read_tracker(tracker)
     if text == "release" and (run / "release").is_dir():
         return run / "release"
     if re.fullmatch(r"\d{1,12}", text) and f"iter_{int(text):07d}" in folders:
@@ -48,18 +49,20 @@ class TorchDist:
     """megatron-core's distributed checkpoints."""
 
     name: str = "megatron"
-    summary: str = "torch_dist: metadata.json, .metadata, *.distcp"
+    summary: str = "torch_dist: metadata.json, .metadata, *.distcp; zarr; fsdp_dtensor"
     writes: bool = True
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
-        from .dist_read import recognise
+        from . import dist_read, fsdp_dtensor_read
 
-        return recognise(folder)
+        return dist_read.recognise(folder) or fsdp_dtensor_read.recognise(folder)
 
     def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
-        """The checkpoint of a run folder."""
-        return checkpoint_folder(run, iteration)
+        """The checkpoint of a run folder, or the weights of a NeMo checkpoint."""
+        from .nemo import weights_folder
+
+        return checkpoint_folder(run, iteration) or weights_folder(run)
 
     def dialect(self, target: Target) -> str:
         """Whose names are written."""
@@ -67,9 +70,11 @@ class TorchDist:
 
     def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
         """Read headers."""
-        from .dist_read import open_dist
+        from . import dist_read, fsdp_dtensor_read
 
-        return open_dist(folder, options)
+        if dist_read.recognise(folder) is None:
+            return fsdp_dtensor_read.open_fsdp(folder, options)
+        return dist_read.open_dist(folder, options)
 
     def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
         """Lay out a target."""

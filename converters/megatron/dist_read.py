@@ -12,6 +12,7 @@ from reshard.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.containers import dcp, torchfile
 from reshard.containers.dcp import Metadata
+from reshard.containers.small import JSON, read_small
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, FormatError, ReshardError
 from reshard.format import OpenOptions
@@ -19,7 +20,7 @@ from reshard.layout import Layout, Piece, place
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Topology, topology
 
-from . import flattened_read, names, objects, old_args, precision_aware, run, zarr_read
+from . import flattened_read, names, nemo, objects, old_args, precision_aware, run, zarr_read
 from .bucket_read import bucket_tensors
 from .buckets import bucket_key
 from .carry import Carried, carry, fields_of, mapping, scalar, sequence
@@ -57,8 +58,8 @@ def recognise(folder: Path) -> str | None:
 
 def _backend(folder: Path) -> object:
     try:
-        found = json.loads((folder / "metadata.json").read_text())
-    except (OSError, ValueError):
+        found = json.loads(read_small(folder / "metadata.json", JSON))
+    except (CorruptError, ValueError, RecursionError):
         return None
     return found.get("sharded_backend") if isinstance(found, dict) else None
 
@@ -130,6 +131,8 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     common = _common(folder, metadata)
     root = mapping(common.obj, f"{folder}: the common state")
     found = fields_of(root.get("args", {}), str(folder)) if root.get("args") is not None else {}
+    if nemo.is_lightning(root):
+        root, found = nemo.lightning(root), {**nemo.context_args(folder), **found}
     args = old_args.given(found, options)
     model = sizes(args)
     if options.vocab_size is not None:
@@ -150,7 +153,7 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
         common={k: root[k] for k in run.KEPT if k in root},
         optimizer=optimizer,
         spec=model.spec,
-        style=names.style_of_keys(s.key for t, s in sources.items() if t.slot == PARAM),
+        style=_style(sources, root),
         extra_states=_extra_states(folder, metadata),
         rng=_rng(folder, metadata),
         rng_grid=_rng_grid(metadata),
@@ -167,8 +170,9 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
         def pieces_of(tensor: TensorId) -> Sequence[Piece]:
             return read.pieces(tensor) if tensor in model_space else flat_pieces(tensor)
 
+    problems: tuple[str, ...] = ()
     if not options.weights_only:
-        tensors, pieces_of = precision_aware.rebuilt(folder, tensors, pieces_of, args)
+        tensors, pieces_of, problems = precision_aware.rebuilt(folder, tensors, pieces_of, args)
     groups, steps = run.param_groups(native, tensors)
     iteration = root.get("iteration")
     return Checkpoint(
@@ -182,9 +186,15 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
         steps=steps,
         iteration=iteration if isinstance(iteration, int) else None,
         extras=run.extras(native),
-        problems=(),
+        problems=problems,
         native=native,
     )
+
+
+def _style(sources: Mapping[TensorId, Source], root: Mapping[object, object]) -> names.Style:
+    """How the model's keys are spelled; a NeMo prefix goes, as what is written is Megatron-LM's."""
+    style = names.style_of_keys(s.key for t, s in sources.items() if t.slot == PARAM)
+    return replace(style, prefix="") if nemo.is_lightning(root) else style
 
 
 def _flat_optimizer(

@@ -65,8 +65,9 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
     native = replace(native, common=common, optimizer=reader.optimizer(), rng=rng, rng_grid=grid)
     tensors = dict(holdings.tensors)
     pieces: Callable[[TensorId], Sequence[Piece]] = holdings.pieces
+    notes: tuple[str, ...] = ()
     if not options.weights_only:
-        tensors, pieces = precision_aware.rebuilt(folder, tensors, pieces, native.args)
+        tensors, pieces, notes = precision_aware.rebuilt(folder, tensors, pieces, native.args)
     groups, steps = run.param_groups(native, tensors)
     return Checkpoint(
         path=folder,
@@ -79,7 +80,7 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
         steps={**steps, **reader.steps},
         iteration=_iteration(folder, native),
         extras=run.extras(native),
-        problems=tuple(_problems(native, holdings)),
+        problems=(*_problems(native, holdings), *notes),
         native=native,
     )
 

@@ -111,10 +111,18 @@ def masters(weights: Array, remainders: Array) -> Array:
     return bits.astype(np.uint32).view(np.float32)
 
 
+#: What a person who resumes has to know.
+NOTE = (
+    "fp32 masters are rebuilt from bf16 weights and their stored 16-bit remainders; a target holds "
+    "them whole, so resume without --use-precision-aware-optimizer, or with store_param_remainders "
+    "off"
+)
+
+
 def rebuilt(
     folder: Path, tensors: Tensors, pieces_of: PiecesOf, args: Mapping[str, object]
-) -> tuple[dict[TensorId, LogicalTensor], PiecesOf]:
-    """The same tensors, masters whole: those stored as remainders are rebuilt on reading.
+) -> tuple[dict[TensorId, LogicalTensor], PiecesOf, tuple[str, ...]]:
+    """The same tensors, masters whole: those stored as remainders are rebuilt on reading; and notes.
 
     Raises FormatError where nothing tells remainders from masters.
     """
@@ -129,7 +137,7 @@ def rebuilt(
             f"{odd}: stored as int16, the low half of a master, beside no bf16 weight"
         )
     if not alone and not _are_remainders(folder, tensors, pieces_of, args, pairs):
-        return dict(tensors), pieces_of
+        return dict(tensors), pieces_of, ()
     held = frozenset(pairs)
 
     def pieces(tensor: TensorId) -> Sequence[Piece]:
@@ -140,7 +148,7 @@ def rebuilt(
         return [replace(p, codec=Remainder(p, weights)) for p in found]
 
     whole = {t: replace(v, dtype=FLOAT32) if t in held else v for t, v in tensors.items()}
-    return whole, pieces
+    return whole, pieces, (NOTE,)
 
 
 def _are_remainders(

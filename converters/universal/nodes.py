@@ -11,6 +11,7 @@ from typing import Any
 
 from reshard.checkpoint import Json
 from reshard.containers.inert_json import Reader, to_json
+from reshard.containers.small import JSON, read_small
 from reshard.containers.zarr3 import DOCUMENT, mapping
 from reshard.errors import CorruptError
 from reshard.layout import Draft
@@ -41,6 +42,13 @@ def node_name(name: str, reserved: Iterable[str] = ()) -> str:
 
 def _escaped(text: str) -> str:
     return "".join(f"-{byte:02x}" for byte in text.encode(errors="surrogatepass"))
+
+
+def one_node(name: object) -> str:
+    """A name that is one node's. Raises CorruptError for a path, which could leave the store."""
+    if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
+        raise CorruptError(f"{name!r:.60} is no name of a node in a store")
+    return name
 
 
 def sealed(body: Mapping[str, Json]) -> dict[str, Json]:
@@ -110,6 +118,6 @@ def read_group(folder: Path, node: str) -> dict[str, Any]:
 def read_bytes(where: Path) -> bytes:
     """A small file whole. Raises CorruptError if it cannot be read."""
     try:
-        return where.read_bytes()
-    except OSError as error:
-        raise CorruptError(f"{where} is lost: {error}. Copy the store again.") from None
+        return read_small(where, JSON)
+    except CorruptError as error:
+        raise CorruptError(f"{error}. Copy the store again.") from None

@@ -19,7 +19,7 @@ from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
 from . import state
-from .nodes import KEY, NATIVE, PACKED, loose, read_bytes, read_group, unsealed
+from .nodes import KEY, NATIVE, PACKED, loose, one_node, read_bytes, read_group, unsealed
 from .write import NAME
 
 _INDEXES = 4096  # shards whose indexes are kept
@@ -38,9 +38,9 @@ class Held:
 def recognise(folder: Path) -> str | None:
     """Why a folder is a store: its root is a zarr group with reshard's attribute."""
     try:
-        found = json.loads((folder / zarr3.DOCUMENT).read_bytes())
+        found = json.loads(read_bytes(folder / zarr3.DOCUMENT))
         return f"zarr.json has the attribute {KEY!r}" if KEY in found["attributes"] else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (CorruptError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -49,6 +49,15 @@ def open_universal(folder: Path, options: OpenOptions) -> Checkpoint:
 
     Raises CorruptError for a node or shard that is lost or damaged.
     """
+    try:
+        return _opened(folder, options)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(
+            f"{folder}: the JSON of the store is not what reshard writes ({error!r}). Copy it again."
+        ) from None
+
+
+def _opened(folder: Path, options: OpenOptions) -> Checkpoint:
     where = folder / zarr3.DOCUMENT
     found = read_group(folder, "")
     state.check_version(found, where)
@@ -80,8 +89,8 @@ def open_universal(folder: Path, options: OpenOptions) -> Checkpoint:
 
 
 def _arrays(folder: Path, found: Mapping[str, Any]) -> Iterator[zarr3.Array]:
-    for above in found["arrays"]:
-        for own in read_group(folder, above)["arrays"]:
+    for above in map(one_node, found["arrays"]):
+        for own in map(one_node, read_group(folder, above)["arrays"]):
             node = f"{above}/{own}"
             where = folder / node / zarr3.DOCUMENT
             yield zarr3.parse(read_bytes(where), node, where)

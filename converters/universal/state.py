@@ -66,7 +66,7 @@ def topology_of(found: Mapping[str, Any], where: Path) -> Topology:
         raise CorruptError(f"{where}: {error}") from None
 
 
-def row(logical: LogicalTensor, position: int) -> dict[str, Json]:
+def row(position: int, logical: LogicalTensor) -> dict[str, Json]:
     """What the store says of a tensor beside its bytes. `position`: its place in the source."""
     out: dict[str, Json] = {
         "name": logical.id.name,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from math import prod
 
 from reshard.checkpoint import Checkpoint, Json
 from reshard.containers import zarr3
-from reshard.dtypes import named
+from reshard.dtypes import DType, named
 from reshard.errors import FormatError, UsageError
 from reshard.format import Declaration, Fate, Loss, WriteOptions, pack
 from reshard.layout import Draft, Layout, Piece
@@ -81,12 +82,19 @@ def declare_universal(source: Checkpoint, target: Target, options: WriteOptions)
     """Lay out a store of the source."""
     if options.like is not None:
         raise UsageError("--like has no meaning here: a universal store takes what the source has")
+    if source.quantised is not None:
+        raise FormatError(
+            f"{source.path} is quantised in blocks (fp8 or MXFP4), and a store does not say which "
+            "scales belong to which weights. Dequantise it with --dtype bf16."
+        )
     size = grain(target)
     tensors = {t: _tensor(v, options) for t, v in source.layout.tensors.items()}
-    places, arrays = _places(tensors, size)
+    places, bodies = _places(tensors, size)
+    arrays = list({p.array.node: p.array for p in places.values()}.values())
     drafts, losses, fates = _state(source, tensors, arrays)
     for array in arrays:
-        drafts += zarr3.drafts(array)
+        said = {KEY: sealed(bodies(array.node))}
+        drafts += zarr3.drafts(replace(array, attributes=said))
     return Declaration(
         format=NAME,
         topology=source.topology,
@@ -108,49 +116,40 @@ def _tensor(logical: LogicalTensor, options: WriteOptions) -> LogicalTensor:
 
 def _places(
     tensors: Mapping[TensorId, LogicalTensor], size: Grain
-) -> tuple[dict[TensorId, _Place], list[zarr3.Array]]:
-    """Where every tensor lies, and the arrays that hold them."""
+) -> tuple[dict[TensorId, _Place], Callable[[str], dict[str, Json]]]:
+    """Where every tensor lies, and what is said of them at each array's node."""
     places: dict[TensorId, _Place] = {}
+    large: dict[str, tuple[int, LogicalTensor]] = {}
     small: dict[str, list[tuple[int, LogicalTensor]]] = {}
     for position, (tensor, logical) in enumerate(tensors.items()):
         nbytes = prod(logical.extent) * logical.dtype.itemsize
         if nbytes < size.small or nbytes == 0 or not logical.extent:
             slot = node_name(tensor.slot)
-            small.setdefault(f"{slot}.{logical.dtype.name}", []).append((position, logical))
+            node = f"{PACKED}/{slot}.{logical.dtype.name}"
+            small.setdefault(node, []).append((position, logical))
         else:
-            places[tensor] = _Place(_own(logical, position, size))
-    arrays = [p.array for p in places.values()]
-    for name, members in small.items():
-        array, starts = _shared(name, members, size)
-        arrays.append(array)
-        for (_, logical), start in zip(members, starts, strict=True):
+            node = f"{node_name(tensor.slot, (PACKED, NATIVE))}/{node_name(tensor.name)}"
+            places[tensor] = _Place(_array(node, logical.extent, logical.dtype, size))
+            large[node] = (position, logical)
+    for node, members in small.items():
+        starts = list(accumulate((prod(m.extent) for _, m in members), initial=0))
+        array = _array(node, (max(1, starts[-1]),), members[0][1].dtype, size)
+        for (_, logical), start in zip(members, starts, strict=False):
             places[logical.id] = _Place(array, start)
-    return places, arrays
+
+    def body(node: str) -> dict[str, Json]:
+        if node in large:
+            return state.row(*large[node])
+        rows = [{**state.row(i, m), "start": places[m.id].start} for i, m in small[node]]
+        return {"tensors": rows}
+
+    return places, body
 
 
-def _own(logical: LogicalTensor, position: int, size: Grain) -> zarr3.Array:
-    """The array of one tensor, its padding included."""
-    slot = node_name(logical.id.slot, (PACKED, NATIVE))
-    chunk, shard = zarr3.cut(logical.extent, logical.dtype.itemsize, size.chunk, size.shard)
-    body = sealed(state.row(logical, position))
-    node = f"{slot}/{node_name(logical.id.name)}"
-    return zarr3.Array(node, logical.extent, logical.dtype, chunk, shard, {KEY: body})
-
-
-def _shared(
-    name: str, members: Sequence[tuple[int, LogicalTensor]], size: Grain
-) -> tuple[zarr3.Array, list[int]]:
-    """One array for all small tensors of a slot and dtype, and where each begins in it."""
-    starts, at, rows = list[int](), 0, list[Json]()
-    for position, logical in members:
-        starts.append(at)
-        rows.append({**state.row(logical, position), "start": at})
-        at += prod(logical.extent)
-    dtype = members[0][1].dtype
-    shape = (max(1, at),)
-    chunk, shard = zarr3.cut(shape, dtype.itemsize, size.chunk, size.shard)
-    body = sealed({"tensors": rows})
-    return zarr3.Array(f"{PACKED}/{name}", shape, dtype, chunk, shard, {KEY: body}), starts
+def _array(node: str, shape: tuple[int, ...], dtype: DType, size: Grain) -> zarr3.Array:
+    return zarr3.Array(
+        node, shape, dtype, *zarr3.cut(shape, dtype.itemsize, size.chunk, size.shard)
+    )
 
 
 def _state(

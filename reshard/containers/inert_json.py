@@ -13,10 +13,10 @@ from math import isfinite, prod
 
 import numpy as np
 
-from reshard.checkpoint import Json
 from reshard.containers.inert import Global, Ordered, Record, TensorRef, interned, new_tensor
 from reshard.dtypes import named
 from reshard.errors import CorruptError, FormatError, UnsafeError
+from reshard.values import Json
 
 _DEEP = 100  # levels; an object that holds itself has no end
 _PARTS = ("args", "state", "items", "kwargs")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from reshard import dtypes
 from reshard.containers.inert import Global, StorageRef, interned
+from reshard.containers.small import read_small
 from reshard.errors import CorruptError, ReshardError
 
 # Opcodes in runs, matched by `re` at C speed: 44 MB (300,000 chunks) in 0.6 s on one core.
@@ -144,6 +145,8 @@ def storage(pid: object) -> StorageRef:
     raise CorruptError(f"a storage reference has an unknown form: {pid!r:.100}")
 
 
+#: Bytes of a `.metadata`; a million chunks are about 150 MB.
+_LARGEST = 4 << 30
 #: Hashing nested tuples (dict keys) recurses in C without a check, about 80 bytes a level.
 _DEEP = 50_000
 
@@ -207,8 +210,4 @@ def _on_tall_stack(run: Callable[[], object], levels: int) -> object:
 
 def load_pickle(path: Path) -> object:
     """The value of a plain pickle file (`.metadata`), inert."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CorruptError(f"{path}: cannot be read ({error.strerror})") from None
-    return loads(data, str(path), None)
+    return loads(read_small(path, _LARGEST), str(path), None)

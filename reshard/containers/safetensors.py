@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -55,7 +56,9 @@ def read_header(folder: Path, name: str) -> Header:
     return Header(ordered, metadata)
 
 
-def _raw_header(first: bytes, size: int, path: Path, read: object) -> tuple[int, bytes]:
+def _raw_header(
+    first: bytes, size: int, path: Path, read: Callable[[int], bytes]
+) -> tuple[int, bytes]:
     if len(first) < 8:
         raise CorruptError(f"{path}: {size} bytes, too short for a safetensors file")
     n = int.from_bytes(first, "little")
@@ -63,7 +66,6 @@ def _raw_header(first: bytes, size: int, path: Path, read: object) -> tuple[int,
         raise CorruptError(f"{path}: a header of {n} bytes is announced; at most {LONGEST_HEADER}")
     if 8 + n > size:
         raise CorruptError(f"{path}: cut short: the header ends at {8 + n}, the file at {size}")
-    assert callable(read)
     return 8 + n, read(n)
 
 
@@ -71,8 +73,8 @@ def _json(raw: bytes, path: Path) -> dict[str, object]:
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            seen: set[str] = set()
-            twice = next(k for k, _ in pairs if k in seen or seen.add(k))
+            counts = Counter(k for k, _ in pairs)
+            twice = next(k for k, n in counts.items() if n > 1)
             raise CorruptError(f"{path}: {twice!r} stands twice in the header")
         return table
 

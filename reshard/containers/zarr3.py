@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from reshard.box import Box
-from reshard.checkpoint import Json
 from reshard.checksums import NBYTES, crc32c
 from reshard.dtypes import DType, named
 from reshard.errors import CorruptError, FormatError
 from reshard.layout import Checksum, Draft, Piece, StoredArray, place, place_flat
+from reshard.values import Json
 
 DOCUMENT = "zarr.json"
 #: Offset and size of a chunk that a shard does not hold.
@@ -228,9 +228,9 @@ def _no_constant(name: str) -> None:
 Stored = Callable[[tuple[int, ...]], Sequence[tuple[Chunk, StoredArray]]]
 
 
-def _stored(array: Array, shard: Sequence[int], chunk: Chunk, offset: int) -> StoredArray:
+def _stored(array: Array, file: str, chunk: Chunk, offset: int) -> StoredArray:
     return StoredArray(
-        array.file(shard),
+        file,
         offset,
         array.chunk,
         array.dtype,
@@ -243,8 +243,9 @@ def _stored(array: Array, shard: Sequence[int], chunk: Chunk, offset: int) -> St
 
 def laid(array: Array, shard: Sequence[int]) -> list[tuple[Chunk, StoredArray]]:
     """The chunks of a shard as they are written: one after the other."""
+    file = array.file(shard)
     return [
-        (chunk, _stored(array, shard, chunk, i * array.packed))
+        (chunk, _stored(array, file, chunk, i * array.packed))
         for i, chunk in enumerate(chunks(array, shard))
     ]
 
@@ -274,7 +275,8 @@ def read_shard(folder: Path, array: Array, shard: Sequence[int]) -> list[tuple[C
 
     A chunk without an entry would be read as zeros by other readers; here it is lost.
     """
-    path = folder / array.file(shard)
+    file = array.file(shard)
+    path = folder / file
     what = f"{path}: {array.node}: shard {list(shard)}"
     size, raw = _index(path, array.index_nbytes, what)
     if crc32c(raw[:-NBYTES]) != int.from_bytes(raw[-NBYTES:], "little"):
@@ -293,7 +295,7 @@ def read_shard(folder: Path, array: Array, shard: Sequence[int]) -> list[tuple[C
                 f"{what}: chunk {list(chunk.at)}: bytes {offset} to {offset + nbytes} are not "
                 f"{array.packed} bytes before the index"
             )
-        out.append((chunk, _stored(array, shard, chunk, offset)))
+        out.append((chunk, _stored(array, file, chunk, offset)))
     return out
 
 

@@ -8,6 +8,7 @@ aligned to 64 bytes from the archive's start by an "FB" extra field, zip64 end r
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterable
@@ -46,10 +47,14 @@ class Window:
     def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
         self.path = path
         try:
-            self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise CorruptError(f"{path}: cannot be opened ({error.strerror})") from None
-        size = os.fstat(self.fd).st_size
+        found = os.fstat(self.fd)
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe the other way would wait for ever
+            self.close()
+            raise CorruptError(f"{path}: is no regular file")
+        size = found.st_size
         self.move(start, size - start if length is None else length)
         if start < 0 or self.length < 0 or start + self.length > size:
             self.close()

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -36,7 +37,7 @@ def attack(args: list[str], err: Path) -> dict[str, object]:
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
-            signal.alarm(6 * SECONDS)  # waits for nothing; the machine may be busy
+            signal.alarm(4 * SECONDS)  # waits for nothing; the machine may be busy
             os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
@@ -57,7 +58,8 @@ def main() -> None:
     for package in (reshard, importlib.import_module("reshard.converters")):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith("__main__"):
-                importlib.import_module(found.name)  # once, before the forks
+                with contextlib.suppress(ImportError):  # of an optional package
+                    importlib.import_module(found.name)  # once, before the forks
     with tempfile.TemporaryDirectory() as folder:
         err = Path(folder) / "stderr"
         json.dump([attack(job, err) for job in json.load(sys.stdin)], sys.stdout)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import init_device_mesh
@@ -128,9 +129,29 @@ def make_forms(folder: Path) -> None:
         "plain": {"epoch": 3, "words": ["a", "b"]},
     }
     dcp.save(more, checkpoint_id=folder / "hidden")
-    groups = [_old(group) for group in state["optim"]["param_groups"]]
-    aged = {"state": state["optim"]["state"], "param_groups": groups}
+    aged = {
+        "state": state["optim"]["state"],
+        "param_groups": [_old(group) for group in state["optim"]["param_groups"]],
+    }
     dcp.save({"model": state["model"], "optim": aged}, checkpoint_id=folder / "old-options")
+
+    names = [name for g in state["optim"]["param_groups"] for name in g["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    keyed = {
+        "state": {number[k]: v for k, v in state["optim"]["state"].items()},
+        "param_groups": made.state_dict()["param_groups"],
+    }
+    dcp.save({"model": state["model"], "optimizer": keyed}, checkpoint_id=folder / "numbered")
+    _version._derived_version = "2_3"  # torch < 2.4 kept dicts without tensors as one object
+    dcp.save(more_of(state), checkpoint_id=folder / "torch-2.3")
+    _version._derived_version = None
+    prepared = {"base_lrs": [1e-2, 5e-3], "last_epoch": 8, "_step_count": 9, "_last_lr": [0.1]}
+    torch.save(prepared, folder / "scheduler.bin")
+
+
+def more_of(state: State) -> State:
+    """The state beside a scheduler's."""
+    return {**state, "lr_scheduler": {"base_lrs": [1e-2, 1e-2], "last_epoch": 2}}
 
 
 def _old(group: State) -> State:

@@ -1,0 +1,122 @@
+"""Declares the files that a trainer keeps beside the tag folder, for another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from reshard.containers import safetensors
+from reshard.containers.safetensors import Item
+from reshard.format import Fate, Loss
+from reshard.layout import Draft
+from reshard.tensor import MASTER, TensorId
+
+from .cuts import same
+from .folder import LATEST
+from .goal import Goal
+from .native import Native, Wrapper
+from .rng import derived
+from .sheet import Sheet
+from .table import Table, WholeHolder
+from .values import Carried
+from .wrapper import carried_safely
+
+
+def side_drafts(
+    folder: Path, wrapper: Wrapper, own: Native, aim: Goal, table: Table
+) -> tuple[list[Draft], list[Fate], list[Loss]]:
+    """The drafts beside the tag folder, and what becomes of each file of the source."""
+    world = aim.dp * aim.mp
+    drafts = [literal(LATEST, aim.tag.encode())]
+    drafts += [literal(name, data) for name, data in wrapper.copies.items()]
+    fates = [Fate(name, "keep") for name in wrapper.copies]
+    losses = [
+        Loss("opaque-dropped", name, "a pickle of the trainer's own classes is not written again")
+        for name in wrapper.opaque
+    ]
+    fates += [Fate(name, "drop", "opaque") for name in wrapper.opaque]
+    sheets: list[Sheet] = []
+    if wrapper.scheduler is not None:
+        name, held = wrapper.scheduler
+        changed, detail = rescaled(wrapper, held, aim.iteration, (len(wrapper.rng), world))
+        sheets.append(_sheet(name, changed))
+        fates.append(Fate(name, "remap" if detail else "keep", detail))
+    for rank, state in random_states(wrapper, world, aim.iteration).items():
+        sheets.append(_sheet(rng_name(wrapper.kind, rank, world), state))
+    if wrapper.rng:
+        kept = "keep" if sorted(wrapper.rng) == list(range(world)) else "derive"
+        detail = (
+            "" if kept == "keep" else f"kept for ranks that both have; made for others of {world}"
+        )
+        fates.append(Fate("rng", kept, detail))
+    drafts += [sheet.draft()[0] for sheet in sheets]
+    drafts += _weights(folder, wrapper, own, aim, table)
+    return drafts, fates, losses
+
+
+def literal(name: str, data: bytes) -> Draft:
+    """A file of known bytes."""
+    return Draft(name, len(data), [(0, data)] if data else [])
+
+
+def _sheet(name: str, carried: Carried) -> Sheet:
+    sheet = Sheet(name)
+    sheet.root = sheet.put(carried) if carried_safely(carried) else {}
+    return sheet
+
+
+def rng_name(kind: str, rank: int, world: int) -> str:
+    """What a rank's file is called. Source: transformers 5.24 trainer.py _save_rng_state."""
+    if kind == "accelerate":
+        return f"random_states_{rank}.pkl"
+    return f"rng_state_{rank}.pth" if world > 1 else "rng_state.pth"
+
+
+def random_states(wrapper: Wrapper, world: int, step: int) -> Mapping[int, Carried]:
+    """Every rank's random state: kept where the source has the rank, else derived."""
+    if not wrapper.rng:
+        return {}
+    like = wrapper.rng[min(wrapper.rng)]
+    return {
+        rank: wrapper.rng[rank] if rank in wrapper.rng else derived(like, step, rank)
+        for rank in range(world)
+    }
+
+
+def rescaled(
+    wrapper: Wrapper, held: Carried, steps: int, worlds: tuple[int, int]
+) -> tuple[Carried, str]:
+    """The scheduler for another number of processes.
+
+    A scheduler that accelerate prepared steps once for each process, so its counters are in steps
+    times processes. Source: accelerate 1.15 scheduler.py; fixtures/wrappers/README.
+    """
+    before, after = worlds
+    obj = held.obj
+    if wrapper.kind != "accelerate" or before == after or not isinstance(obj, dict):
+        return held, ""
+    if obj.get("last_epoch") != steps * before:
+        return held, ""
+    last = steps * after
+    changed = {**obj, "last_epoch": last, "_step_count": last + 1}
+    return Carried(changed, held.values), f"last_epoch {steps * before} -> {last}: one a process"
+
+
+def _weights(folder: Path, wrapper: Wrapper, own: Native, aim: Goal, table: Table) -> list[Draft]:
+    """The safetensors copies of the weights, file by file as the source has them."""
+    drafts = []
+    for name in wrapper.weights:
+        items: list[Item] = []
+        owners: dict[str, str] = {}
+        for key, array in safetensors.read_header(folder, name).arrays.items():
+            owner = own.model.aliases.get(key, key)
+            known = table.tensors.get(TensorId(owner)) or table.tensors.get(TensorId(owner, MASTER))
+            if known is not None and known.shape == array.shape:
+                items.append(Item(key, array.shape, array.dtype))
+                owners[key] = owner
+        draft = safetensors.draft(name, items)
+        drafts.append(draft)
+        for array in draft.arrays:
+            holder = WholeHolder(same(array.shape), array)
+            table.add(TensorId(owners[array.key]), array.shape, array.dtype, holder, name)
+    return drafts

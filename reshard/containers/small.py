@@ -1,0 +1,41 @@
+"""Small files read whole, trackers and JSON: within a bound, and never from what is no file."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from reshard.errors import CorruptError
+
+#: Bytes of a tracker: it holds a number or a name.
+TRACKER = 4096
+#: Bytes of a small JSON file.
+JSON = 256 << 20
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """All bytes of a regular file.
+
+    Raises CorruptError if it is longer than `most` bytes, is no regular file (opening a pipe would
+    wait for ever), or cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be read ({error.strerror})") from None
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptError(f"{path}: is no regular file")
+        if found.st_size > most:
+            raise CorruptError(f"{path}: {found.st_size} bytes, too many for such a file")
+        try:
+            return file.read(most + 1)
+        except OSError as error:
+            raise CorruptError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def read_tracker(path: Path) -> str:
+    """What a tracker says, stripped. Raises CorruptError as `read_small` does."""
+    return read_small(path, TRACKER).decode("utf-8", "replace").strip()
