@@ -37,6 +37,8 @@ class Checkpoint:
     layout: Layout
     files: tuple[str, ...]
     groups: tuple[ParamGroup, ...] | None = None
+    #: Whether a group's members stand as the job's optimizer lists them, not in an order of ours.
+    ordered: bool = True
     steps: Mapping[str, float] = field(default_factory=dict)
     iteration: int | None = None
     extras: Mapping[str, Json] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from reshard.checkpoint import Json
+from reshard.containers.small import JSON, read_small
 from reshard.errors import CorruptError
 from reshard.fingerprint import Sum, slot_digests
 from reshard.plan import Plan
@@ -115,8 +116,8 @@ def read(folder: Path) -> dict[str, Json] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
+        found = json.loads(read_small(path, JSON))
+    except (ValueError, RecursionError) as error:
         raise CorruptError(f"{path}: not JSON: {error}. Convert again.") from error
     if not isinstance(found, dict) or found.get("manifest") != VERSION:
         raise CorruptError(f"{path}: not a manifest of version {VERSION}")
@@ -134,7 +135,7 @@ def read_tensors(folder: Path, manifest: Mapping[str, Json]) -> dict[TensorId, s
             for line in (folder / name).read_text().splitlines():
                 row = json.loads(line)
                 out[TensorId(row["name"], row["slot"])] = row["fingerprint"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptError(f"{folder / name}: damaged: {error}. Convert again.") from error
     if len(out) != manifest.get("tensors"):
         raise CorruptError(

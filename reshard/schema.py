@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -112,6 +112,8 @@ class Dialect:
     args: Mapping[str, Any]  # the trainer's arguments, as expressions over the family's dimensions
     drop: tuple[str, ...]  # globs of buffers that are made anew
     inherited: bool  # a family that extends another has its names too
+    order: tuple[str, ...] = ()  # parts of names, as siblings follow each other in the modules
+    ordered: frozenset[str] = frozenset()  # model types whose modules are in that order
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,24 @@ def _dialect(name: str, table: Mapping[str, Any]) -> Dialect:
         table.get("args", {}),
         tuple(table.get("drop", ())),
         table.get("inherited", True),
+        tuple(table.get("order", ())),
+        frozenset(table.get("ordered", ())),
     )
+
+
+def module_order(names: Collection[str], dialect: str, model_type: object) -> list[str] | None:
+    """Tensor names in the order in which the model's modules are made; None where not known."""
+    said = dialects()[dialect]
+    parts = {p for name in names for p in name.split(".") if not p.isdigit()}
+    if model_type not in said.ordered or not parts <= set(said.order):
+        return None
+    return in_order(names, said.order)
+
+
+def in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Names sorted part by part: numbers by value, words as they stand in `order`."""
+    rank = {part: i for i, part in enumerate(order)}
+    return sorted(names, key=lambda n: [int(p) if p.isdigit() else rank[p] for p in n.split(".")])
 
 
 @cache

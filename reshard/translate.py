@@ -14,7 +14,7 @@ from reshard.errors import CoverageError, FormatError, LayoutError, LossError
 from reshard.families import Known
 from reshard.format import Loss
 from reshard.layout import Layout, Piece
-from reshard.schema import Family, Scope, dialects
+from reshard.schema import Family, Scope, dialects, module_order
 from reshard.splice import Link, Splice, splice
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 
@@ -66,6 +66,8 @@ def translate(checkpoint: Checkpoint, known: Known, to: str) -> Translation:
     scope = known.scope()
     said, theirs, scope, notes = _spoken(checkpoint, scope)
     mine = {n: s for n, s in expand(scope, to).items() if not s.spare}
+    order = module_order(mine, to, known.config.get("model_type"))
+    mine = {n: mine[n] for n in order or mine}
     holders = _holders(checkpoint, theirs)
     made, shapes = _join(mine, holders, checkpoint)
     tensors, add = _tensors(checkpoint, mine, made, shapes)
@@ -77,6 +79,7 @@ def translate(checkpoint: Checkpoint, known: Known, to: str) -> Translation:
         layout=Layout(tensors, maker.pieces, dialects()[to].naming),
         groups=_groups(checkpoint.groups, members),
         steps=_steps(checkpoint.steps, members),
+        ordered=order is not None,
         family=known.family.name,
         extras={**checkpoint.extras, **known.extras(to, scope)},
         native=None,
@@ -192,7 +195,7 @@ def _fits(logical: LogicalTensor, stored: Stored) -> bool:
         logical.shape[1:] == stored.shape[1:]
         and len(logical.shape) == len(stored.shape) > 0
         and logical.padded is not None
-        and stored.shape[0] <= logical.padded[0]
+        and logical.shape[0] <= stored.shape[0] <= logical.padded[0]
     ) or _padded(logical, stored)
 
 

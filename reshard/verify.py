@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import xxhash
 
 from reshard import manifest
 from reshard.checkpoint import Checkpoint, Json
-from reshard.errors import CorruptError, VerifyError
+from reshard.errors import CorruptError, UnsafeError, VerifyError
 from reshard.files import Files, blocks
 from reshard.fingerprint import Sum, slot_digests
 from reshard.format import Loss
@@ -82,6 +82,8 @@ def _check_files(folder: Path, recorded: dict[str, Json]) -> None:
     for name, row in files.items() if isinstance(files, dict) else ():
         if not isinstance(row, dict):
             raise CorruptError(f"{folder / manifest.NAME}: the row of {name} is damaged")
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+            raise UnsafeError(f"{folder / manifest.NAME}: names {name!r:.200}, outside the folder")
         path = folder / name
         size = path.stat().st_size if path.exists() else None
         if size != row.get("bytes"):

@@ -79,6 +79,9 @@ def distance(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.proves("dcp", "dcp", "training state")
+@pytest.mark.proves("torch", "dcp", "training state")
+@pytest.mark.proves("dcp", "torch", "training state")
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_loads_every_tensor_to_the_bit(results: Results, name: str):
     result = results[name]

@@ -13,6 +13,7 @@ from peers.dcp_cases import run_writer
 from reshard.containers.inert import Global, Record, new_tensor
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, FormatError
+from reshard.schema import dialects
 
 
 def part(name: str) -> ModuleType:
@@ -158,7 +159,7 @@ def test_transformers_makes_its_modules_in_the_order_that_is_assumed(
     folder = run_writer("orders", tmp_path_factory.mktemp("orders"))
     orders = json.loads(Path(folder / "orders.json").read_text())
     trainer = part("trainer")
-    assert orders.keys() == trainer.TYPES
+    assert orders.keys() == dialects()["hf"].ordered
     for kind, names in orders.items():
         assert trainer.module_order(sorted(names), kind) == names, kind
     with pytest.raises(FormatError, match="where 'qkv_proj' of"):

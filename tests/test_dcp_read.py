@@ -36,11 +36,9 @@ SOURCES = (
     Source("dcp/fsdp2_w2_bf16_tied", groups=(15, 5)),
     Source("dcp/fsdp2_w2_moe", groups=(16, 9)),
     Source("dcp/fsdp2_tp_2x2", ranks=4),
-    Source("dcp/hsdp_2x2", ranks=4),
     Source("dcp/tp_only_w2"),
     Source("dcp/fsdp1_w2_sharded_orig"),
     Source("dcp/fsdp1_w2_sharded_orig", "pickles", "torch"),
-    Source("dcp/fsdp1_w2_full_orig", format="torch", ranks=None),
     Source("dcp/ddp_w2_torchsave", format="torch", ranks=None),
     Source("dcp/verl_fsdp2_w4", format="torch", ranks=4),
     Source("dcp/accelerate_fsdp2_w2_sharded"),
@@ -96,11 +94,33 @@ def test_verify_finds_every_source_whole(unpacked: Unpacked, source: Source):
     assert report["tensors"] == len(reshard.open(folder).checkpoint.layout.tensors)
 
 
-def test_hsdp_and_tensor_parallel_hold_what_fsdp_holds(unpacked: Unpacked):
-    """hsdp_2x2 and fsdp2_tp_2x2 are other runs; the same weights under both give one digest."""
+def test_a_store_and_the_pickles_of_one_state_have_one_fingerprint(unpacked: Unpacked):
     folder = unpacked("dcp/fsdp1_w2_sharded_orig")
     stored = reshard.fingerprint(folder / "checkpoint")
     assert stored == reshard.fingerprint(folder / "pickles")
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("flat", [21]), ("orig", [16, 5])])
+def test_flat_parameters_take_their_shapes_from_a_reference(
+    unpacked: Unpacked, kind: str, groups: list[int]
+):
+    """Names and shapes are nowhere in FSDP1's LOCAL_STATE_DICT; any checkpoint of the model has
+    them."""
+    folder = unpacked(f"dcp/fsdp1_w2_local_{kind}")
+    reference = unpacked("dcp/fsdp1_w2_sharded_orig") / "checkpoint"
+    opened = reshard.open(folder / "checkpoint", f"torch:reference={reference}")
+    assert differences(opened, read_truth(folder)) == []
+    assert opened.checkpoint.groups is not None
+    assert [len(g.members) for g in opened.checkpoint.groups] == groups
+    with pytest.raises(reshard.ReshardError, match="--from torch:reference=DIR"):
+        reshard.open(folder / "checkpoint")
+
+
+def test_flat_parameters_of_another_model_are_refused(unpacked: Unpacked):
+    folder = unpacked("dcp/fsdp1_w2_local_flat")
+    other = unpacked("dcp/fsdp2_w2_fp32") / "checkpoint"
+    with pytest.raises(reshard.ReshardError, match="the reference's 3 parameters there have 16416"):
+        reshard.open(folder / "checkpoint", f"torch:reference={other}")
 
 
 def test_torchtitan_keeps_its_own_names_and_its_fused_moments(unpacked: Unpacked):

@@ -79,11 +79,11 @@ def test_every_key_layout_holds_the_same_state(unpacked: Unpacked, tmp_path: Pat
     ("fixture", "inner"),
     [
         ("dcp/verl_fsdp2_w4", "checkpoint"),
-        ("dcp/fsdp1_w2_full_orig", "checkpoint"),
         ("wrappers/lightning_single_fp32", "ckpt/epoch=1-step=6.ckpt"),
         ("wrappers/trainer_fsdp2_dp2_bf16_full", "ckpt/checkpoint-6"),
     ],
 )
+@pytest.mark.proves("torch", "torch", "training state")
 @pytest.mark.parametrize("to", ["dcp:dp3", "torch", "dcp.accelerate:dp2"])
 def test_files_of_trainers_become_any_kind_with_their_scheduler(
     unpacked: Unpacked, tmp_path: Path, fixture: str, inner: str, to: str
@@ -227,6 +227,8 @@ def test_a_scheduler_that_accelerate_prepared_counts_for_the_new_ranks(
     assert other["custom_checkpoint_0.pkl.last_epoch"] == 4
 
 
+@pytest.mark.proves("deepspeed", "dcp", "training state")
+@pytest.mark.proves("deepspeed", "torch", "training state")
 def test_masters_of_another_framework_become_the_weights_and_ties_get_both_names(
     unpacked: Unpacked, tmp_path: Path
 ):
@@ -247,6 +249,7 @@ def test_masters_of_another_framework_become_the_weights_and_ties_get_both_names
     assert {x["code"] for x in report["losses"] if isinstance(x, dict)} == {"extra-dropped"}
 
 
+@pytest.mark.proves("dcp", "deepspeed", "training state")
 @pytest.mark.parametrize("to", ["deepspeed:zero2dp2", "deepspeed:zero3dp3"])
 def test_fsdp_to_deepspeed_and_back_is_the_identity(unpacked: Unpacked, tmp_path: Path, to: str):
     source = unpacked("dcp/fsdp2_w4_uneven") / "checkpoint"

@@ -90,9 +90,7 @@ def test_a_missing_expert_is_named(copied: Callable[[str], Path]):
     refused(run, CorruptError, "expert")
 
 
-def test_a_file_of_another_world_size_is_named(
-    copied: Callable[[str], Path], unpacked: Unpacked
-):
+def test_a_file_of_another_world_size_is_named(copied: Callable[[str], Path], unpacked: Unpacked):
     run = copied("z2_dp2_bf16")
     other = unpacked("deepspeed/z1_dp4_bf16") / "ckpt" / "global_step5"
     shutil.copy(other / OPTIM.format(1), run / "global_step5" / OPTIM.format(1))
@@ -153,9 +151,7 @@ def test_latest_that_points_outside_is_told(copied: Callable[[str], Path], tag: 
     refused(run, UnsafeError, "latest")
 
 
-def test_a_tag_that_is_a_link_outside_is_told(
-    copied: Callable[[str], Path], tmp_path: Path
-):
+def test_a_tag_that_is_a_link_outside_is_told(copied: Callable[[str], Path], tmp_path: Path):
     run = copied("z2_dp2_bf16")
     shutil.move(run / "global_step5", tmp_path / "elsewhere")
     (run / "global_step5").symlink_to(tmp_path / "elsewhere")

@@ -55,7 +55,8 @@ def judged(unpacked, tmp_path_factory):
         if family == "qwen3_next":
             reshard.convert(folder, out, "hf")  # Megatron's module order for it is not known
         else:
-            reshard.convert(folder, out / "m", "megatron:tp2")
+            spec = ",spec=local" if family in IN_MEGATRON else ""
+            reshard.convert(folder, out / "m", f"megatron:tp2{spec}")
             reshard.convert(out / "m", out / "hf", "hf", config=str(folder))
             out = out / "hf"
         case = {
@@ -66,6 +67,7 @@ def judged(unpacked, tmp_path_factory):
         if family in IN_MEGATRON:
             args, rows = megatron_tensors(folder, root / f"{family}.npz")
             case |= {"megatron": str(root / f"{family}.npz"), "args": args, "rows": rows}
+            case["dist"] = str(root / family / "m/release")
         cases.append(case)
     for archive, form in (("llama3", "v4_config"), ("llama3", "legacy_bin"),
                           ("llama3_tied", "with_lm_head"), ("qwen3_moe", "v5_fused")):  # fmt: skip
@@ -91,7 +93,7 @@ def test_transformers_loads_what_is_written_and_computes_the_same(judged, name):
 
 
 @pytest.mark.parametrize("name", IN_MEGATRON)
-def test_megatron_core_computes_what_transformers_does(judged, name):
+def test_megatron_core_loads_what_is_written_and_computes_what_transformers_does(judged, name):
     """A wrong order of heads, of gate and up, or of rotary rows moves logits by their own size."""
     found = judged[name]
     assert "error" not in found, found["error"]

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore
+import torch
 import zarr
 from safetensors.numpy import load_file, save_file
 
@@ -133,16 +134,20 @@ def test_every_dtype(tmp_path: Path, read: Callable[[Path, str], Array]) -> None
         made[kind] = raw.view(dtype).reshape(50, 50)
     made["zeros"] = np.zeros((40, 100), np.float32)
     made["minus"] = np.full((40, 100), -0.0, np.float32)
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(made, source / "model.safetensors")
-    (source / "config.json").write_text("{}")
-    reshard.convert(source, tmp_path / "store", CUT)
+    state = {name: as_torch(values) for name, values in made.items()}
+    torch.save({"model": state}, tmp_path / "state.pt")
+    reshard.convert(tmp_path / "state.pt", tmp_path / "store", CUT)
     found = {row["name"]: values for row, values in tensors(tmp_path / "store", read)}
     assert found.keys() == made.keys()
     for name, values in made.items():
         assert found[name].dtype == values.dtype
         assert found[name].tobytes() == values.tobytes()
+
+
+def as_torch(values: Array) -> torch.Tensor:
+    """The same bits as a tensor."""
+    raw = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).copy())
+    return raw.view(getattr(torch, values.dtype.name))
 
 
 @pytest.fixture

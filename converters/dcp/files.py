@@ -13,6 +13,7 @@ from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
 
 from .leaves import Leaf, ObjectLeaf
+from .local import local_leaves, reference_shapes
 from .pickles import leaves_of, load
 from .read import Found, build
 from .sources import SIDE, side_leaves
@@ -150,7 +151,13 @@ def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
     listed = _Listed(((path.name, ()),)) if path.is_file() else _listed(path)
     if listed is None:
         raise FormatError(f"{path}: holds no state of torch.save")
-    leaves = leaves_of(root, listed.states)
+    reference = options.given.take("reference").get("reference")
+    if reference is not None:
+        models = [name for name, under in listed.states if under[:1] != ("optim",)]
+        optimizers = [name for name, under in listed.states if under[:1] == ("optim",)]
+        leaves = local_leaves(root, models, optimizers, reference_shapes(reference))
+    else:
+        leaves = leaves_of(root, listed.states)
     names = [name for name, _ in listed.states]
     more: list[Leaf] = []
     if path.is_dir():

@@ -19,7 +19,7 @@ from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
 from .shards import Sharded, sharded
 from .values import Carried, Path, carry, plain
 
-_FLAT = ("_flat_param", "flat_param")
+FLAT = ("_flat_param", "flat_param")
 
 
 @dataclass
@@ -99,11 +99,11 @@ class _Given:
 
 
 def _refuse_flat(file: Folder, path: Path) -> None:
-    if path and isinstance(path[-1], str) and path[-1].split(".")[-1] in _FLAT:
+    if path and isinstance(path[-1], str) and path[-1].split(".")[-1] in FLAT:
         raise FormatError(
             f"{file}: {dotted(path)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): neither "
-            "names nor shapes of what it holds are in the file. Load it at the same world size "
-            "and save it with SHARDED_STATE_DICT."
+            "names nor shapes of what it holds are in the file. Name a checkpoint of the same "
+            "model that has them: --from torch:reference=DIR."
         )
 
 
@@ -124,7 +124,7 @@ def _take(file: TorchFile, name: str, path: Path, value: object, whole: dict[Pat
         raise FormatError(
             f"{where}: shape {list(found.shape)}, but {list(known.shape)} on the ranks before. A "
             "tensor without a device mesh cannot be put together (FSDP1 LOCAL_STATE_DICT with "
-            "use_orig_params); save with SHARDED_STATE_DICT."
+            "use_orig_params). Name a checkpoint of the same model: --from torch:reference=DIR."
         )
     for box, ref in found.parts:
         if ref.dtype != known.dtype:

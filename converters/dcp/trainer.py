@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path as Folder
 
 from reshard.box import Box
 from reshard.containers.safetensors import read_header
 from reshard.errors import CorruptError, FormatError
 from reshard.layout import place
+from reshard.schema import dialects, in_order
 
 from .leaves import Leaf, TensorLeaf
 from .pickles import given, leaves_of
 
 MODEL, INDEX, BINARY = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 OPTIMIZER = "optimizer.pt"
-#: Siblings in the order in which transformers' modules make them, which is the order that an
-#: optimizer numbers: safetensors files are sorted by name and do not tell.
-#: Source: transformers 5.24; tests/test_dcp_order.py builds every model of `_TYPES` and compares.
-_ORDER = tuple(
-    name
-    for row in (
-        ("model", "transformer", "embed_tokens", "wte", "wpe", "layers", "h"),
-        ("ln_1", "attn", "ln_2", "self_attn", "mlp"),
-        ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "c_attn", "c_fc", "c_proj"),
-        ("gate_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm"),
-        ("pre_feedforward_layernorm", "post_feedforward_layernorm", "norm", "ln_f", "lm_head"),
-        ("weight", "bias"),
-    )
-    for name in row
-)
-#: The `model_type` of a config.json whose modules are known to be in that order.
-TYPES = frozenset(
-    name
-    for row in (
-        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "olmo"),
-        ("olmo2", "granite", "smollm3", "cohere", "stablelm", "helium", "exaone4", "seed_oss"),
-        ("starcoder2",),
-    )
-    for name in row
-)
+#: Whose order of modules an optimizer's numbers follow: safetensors files are sorted by name and do
+#: not tell.
+_DIALECT = "hf"
 
 
 def is_trainer(folder: Folder) -> bool:
@@ -91,10 +70,11 @@ def _check_type(folder: Folder) -> None:
         kind = json.loads((folder / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError):
         kind = None
-    if kind not in TYPES:
+    known = dialects()[_DIALECT].ordered
+    if kind not in known:
         raise FormatError(
             f"{folder}: its optimizer numbers the parameters in the order of the model's modules, "
-            f"and that of model_type {kind!r} is not known (known: {', '.join(sorted(TYPES))}). "
+            f"and that of model_type {kind!r} is not known (known: {', '.join(sorted(known))}). "
             "Read the weights alone with --from hf."
         )
 
@@ -104,20 +84,14 @@ def module_order(names: Iterable[str], where: str) -> list[str]:
 
     Raises FormatError naming siblings whose order is not known.
     """
-    return sorted(names, key=lambda name: _places(name.split("."), where))
-
-
-def _places(parts: Sequence[str], where: str) -> tuple[int, ...]:
-    out: list[int] = []
-    for part in parts:
-        if part.isdigit():
-            out.append(int(part))
-        elif part in _ORDER:
-            out.append(_ORDER.index(part))
-        else:
+    found = list(names)
+    order = dialects()[_DIALECT].order
+    for name in found:
+        odd = [p for p in name.split(".") if not p.isdigit() and p not in order]
+        if odd:
             raise FormatError(
                 f"{where}: its optimizer numbers the parameters in the order of the model's "
-                f"modules, and where {part!r} of {'.'.join(parts)} stands among its siblings is "
-                "not known. Read the weights alone with --from hf."
+                f"modules, and where {odd[0]!r} of {name} stands among its siblings is not known. "
+                "Read the weights alone with --from hf."
             )
-    return tuple(out)
+    return in_order(found, order)

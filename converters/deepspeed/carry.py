@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from reshard.checkpoint import Checkpoint, Json
 from reshard.format import Fate, Loss
 
+from .clients import client_for, is_random
 from .goal import Goal
 from .native import Native
 from .recut import affine_map, cut_axis
 from .sheet import Sheet, dynamic_scaler, static_scaler
 from .values import plain, strange_names
-
-#: Entries of a client's state that are random states by their names: they are of one rank.
-_RANDOM = ("rng", "random_state")
 
 
 def settings_entries(sheet: Sheet, aim: Goal) -> dict[object, object]:
@@ -81,7 +79,7 @@ def carried_entries(
     }
     if aim.affine:
         out["universal_checkpoint_info"] = tp_info(aim)
-    for key, value in sheet.entries(aim.client).items():
+    for key, value in sheet.entries(client_for(source, aim, mp, dp)).items():
         if key not in out:
             out[key] = value
     return out
@@ -129,10 +127,6 @@ def tp_info(aim: Goal) -> dict[str, object]:
 # --- what becomes of each field ------------------------------------------------------------------
 
 
-def _random(key: str) -> bool:
-    return any(part in key for part in _RANDOM)
-
-
 def fates_of(source: Checkpoint, aim: Goal) -> tuple[Fate, ...]:
     """The fate of every field of the source that is not a tensor."""
     own = source.native if isinstance(source.native, Native) else None
@@ -164,14 +158,11 @@ def _own_fates(own: Native, aim: Goal) -> list[Fate]:
     for key, value in top.items() if isinstance(top, dict) else ():
         if value is not None:
             out.append(Fate(str(key), "keep"))
-    same = own.dp == aim.dp and (own.stage == 3) == (aim.stage == 3)
     for key in client if isinstance(client, dict) else ():
-        detail = ""
-        if _random(str(key)) and not same:
-            detail = (
-                "rank 0's, in every file: the ranks' streams were not all saved or have changed"
-            )
-        out.append(Fate(f"client.{key}", "keep", detail))
+        kind, detail = "keep", ""
+        if is_random(str(key)) and aim.stage == 3 and (own.stage != 3 or own.dp < aim.dp):
+            kind, detail = "derive", "kept for ranks that the source has, made for the others"
+        out.append(Fate(f"client.{key}", kind, detail))
     out += [Fate(f"client.{key}", "drop", "names code that is not written") for key in own.refused]
     settings = own.settings.obj
     for key in settings if isinstance(settings, dict) else ():
@@ -193,9 +184,10 @@ def losses_of(source: Checkpoint, aim: Goal) -> tuple[Loss, ...]:
         for key in own.refused
     ]
     client = own.client.obj
-    random = [str(k) for k in client if _random(str(k))] if isinstance(client, dict) else []
-    if random and own.stage == 3 and own.dp * aim.mp > 1:
-        out += [Loss("rng-copied", f"client.{key}", "rank 0's in every file") for key in random]
+    random = [str(k) for k in client if is_random(str(k))] if isinstance(client, dict) else []
+    if own.stage == 3 and own.dp > (aim.dp if aim.stage == 3 else 1):
+        detail = "the states of data-parallel ranks beyond the target's files"
+        out += [Loss("rng-dropped", f"client.{key}", detail) for key in random]
     if strange_names(dict(aim.config)):
         out.append(Loss("extra-dropped", "ds_config", "names types that are not written again"))
     return tuple(out)
@@ -218,7 +210,7 @@ def recipe_of(source: Checkpoint, aim: Goal) -> dict[str, Json]:
             {k: plain((g.options or {}).get(k)) for k in ("lr", "betas", "eps", "weight_decay")}
             for g in aim.groups
         ],
-        "lr_scheduler": "in the checkpoint" if _scheduler(aim) else "not in the checkpoint",
+        "lr_scheduler": "in the checkpoint" if _scheduler(source, aim) else "not in the checkpoint",
         "verdict": "exact" if exact else "same sample sequence",
     }
     if isinstance(batch, int) and batch % aim.dp == 0:
@@ -234,5 +226,8 @@ def recipe_of(source: Checkpoint, aim: Goal) -> dict[str, Json]:
     return out
 
 
-def _scheduler(aim: Goal) -> bool:
+def _scheduler(source: Checkpoint, aim: Goal) -> bool:
+    own = source.native
+    if isinstance(own, Native) and own.wrapper is not None and own.wrapper.scheduler is not None:
+        return True
     return isinstance(aim.top.obj, dict) and aim.top.obj.get("lr_scheduler") is not None

@@ -53,13 +53,13 @@ def numpy_state(seed: int, like: object) -> tuple[object, ...]:
     return (kind, array, position, has_gauss, gauss)
 
 
-def derived(like: Carried, step: int, rank: int) -> Carried:
+def derived(like: Carried, step: int, rank: int, prefix: str = "derived/") -> Carried:
     """A rank's state file in the form of another's, every stream of it made anew."""
     values: dict[str, bytes] = {}
 
     def change(value: object, stream: str) -> object:
         if isinstance(value, TensorRef):
-            return _tensor(value, like.values, seed_of(step, stream, rank), values)
+            return _tensor(value, like.values, seed_of(step, stream, rank), values, prefix)
         if isinstance(value, Ordered):
             return Ordered((k, change(v, f"{stream}.{k}")) for k, v in value.items())
         if isinstance(value, dict):
@@ -76,10 +76,14 @@ def derived(like: Carried, step: int, rank: int) -> Carried:
 
 
 def _tensor(
-    ref: TensorRef, held: dict[str, bytes] | object, seed: int, values: dict[str, bytes]
+    ref: TensorRef,
+    held: dict[str, bytes] | object,
+    seed: int,
+    values: dict[str, bytes],
+    prefix: str,
 ) -> TensorRef:
     size = prod(ref.shape) * ref.dtype.itemsize
-    key = f"derived/{len(values)}"
+    key = f"{prefix}{len(values)}"
     if size == TORCH_BYTES:
         values[key] = torch_state(seed)
     elif size == CUDA_BYTES:

@@ -46,7 +46,7 @@ def side_drafts(
     if wrapper.rng:
         kept = "keep" if sorted(wrapper.rng) == list(range(world)) else "derive"
         detail = (
-            "" if kept == "keep" else f"kept for ranks that both have; made for others of {world}"
+            "" if kept == "keep" else f"kept where both have the rank, made for others of {world}"
         )
         fates.append(Fate("rng", kept, detail))
     drafts += [sheet.draft()[0] for sheet in sheets]

@@ -46,6 +46,7 @@ _FORMS = (
     "fully_sharded_bucket_space",
     "dp_zero_gather_scatter",
 )
+PiecesOf = Callable[[TensorId], Sequence[Piece]]
 _BACKENDS = ("torch_dist", "zarr")
 _KNOWN = ("args", "optimizer", "content_metadata", *run.KEPT)
 
@@ -75,10 +76,11 @@ class Source:
 
 @dataclass
 class Chunks:
-    """Pieces of model-space tensors, located key by key on request."""
+    """Model-space tensors; their pieces are located key by key on request."""
 
     folder: Path
     metadata: Metadata
+    tensors: Mapping[TensorId, LogicalTensor]
     sources: Mapping[TensorId, Source]
     _keys: dict[str, dict[tuple[int, ...], list[Piece]]] = field(default_factory=dict)
 
@@ -121,7 +123,7 @@ def _indices(box: Box) -> Iterable[tuple[int, ...]]:
 
 
 def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
-    """Read a torch_dist checkpoint's headers.
+    """Read a torch_dist or zarr checkpoint's headers.
 
     Raises FormatError for a form that is not read, CorruptError for files that contradict
     themselves.
@@ -137,58 +139,74 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     model = sizes(args)
     if options.vocab_size is not None:
         model = replace(model, vocab=options.vocab_size)
-    place_ = _topology(args, options)
-    pipe = _pipeline(args, place_)
-    content = root.get("content_metadata")
-    _check_form(folder, content)
-    tensors, sources = _tensors(metadata, model)
-    read = Chunks(folder, metadata, sources)
-    pieces_of: Callable[[TensorId], Sequence[Piece]] = read.pieces
-    optimizer = _optimizer(common, root, folder, metadata)
-    native = Run(
-        args=args,
-        model=model,
-        topology=place_,
-        pipeline=pipe,
-        common={k: root[k] for k in run.KEPT if k in root},
-        optimizer=optimizer,
-        spec=model.spec,
-        style=_style(sources, root),
-        extra_states=_extra_states(folder, metadata),
-        rng=_rng(folder, metadata),
-        rng_grid=_rng_grid(metadata),
-        mla_down=_mla_down(metadata, sources),
-        unread=tuple(str(k) for k in root if k not in _KNOWN)
-        + _unread(metadata, options.weights_only),
-    )
-    flat = None if options.weights_only else _flat_optimizer(folder, metadata, native, tensors)
-    if flat is not None:
-        model_space = dict(sources)
-        more, flat_pieces = flat
-        tensors = {**tensors, **more}
-
-        def pieces_of(tensor: TensorId) -> Sequence[Piece]:
-            return read.pieces(tensor) if tensor in model_space else flat_pieces(tensor)
-
-    problems: tuple[str, ...] = ()
-    if not options.weights_only:
-        tensors, pieces_of, problems = precision_aware.rebuilt(folder, tensors, pieces_of, args)
+    _check_form(folder, root.get("content_metadata"))
+    read = Chunks(folder, metadata, *_tensors(metadata, model))
+    native = _native(read, common, root, args, model, options)
+    tensors, pieces_of, problems = _whole(read, native, options)
     groups, steps = run.param_groups(native, tensors)
     iteration = root.get("iteration")
     return Checkpoint(
         path=folder,
         format=NAME,
         version=_version(metadata, root),
-        topology=place_,
+        topology=native.topology,
         layout=Layout(tensors, pieces_of, "megatron"),
         files=_files(folder, metadata),
-        groups=groups if optimizer is not None else None,
+        groups=groups if native.optimizer is not None else None,
         steps=steps,
         iteration=iteration if isinstance(iteration, int) else None,
         extras=run.extras(native),
         problems=problems,
         native=native,
     )
+
+
+def _native(
+    read: Chunks,
+    common: Carried,
+    root: Mapping[object, object],
+    args: Mapping[str, object],
+    model: Sizes,
+    options: OpenOptions,
+) -> Run:
+    """Everything beside the tensors; the optimizer only if its tensors are wanted."""
+    folder, metadata = read.folder, read.metadata
+    degrees = _topology(args, options)
+    unread = tuple(str(k) for k in root if k not in _KNOWN)
+    return Run(
+        args=args,
+        model=model,
+        topology=degrees,
+        pipeline=_pipeline(args, degrees),
+        common={k: root[k] for k in run.KEPT if k in root},
+        optimizer=None if options.weights_only else _optimizer(common, root, folder, metadata),
+        spec=model.spec,
+        style=_style(read.sources, root),
+        extra_states=_extra_states(folder, metadata),
+        rng=_rng(folder, metadata),
+        rng_grid=_rng_grid(metadata),
+        mla_down=_mla_down(metadata, read.sources),
+        unread=unread + _unread(metadata, options.weights_only),
+    )
+
+
+def _whole(
+    read: Chunks, native: Run, options: OpenOptions
+) -> tuple[Mapping[TensorId, LogicalTensor], PiecesOf, tuple[str, ...]]:
+    """Model-space tensors, those of flat buffers, and masters rebuilt; and what is to be said."""
+    tensors: Mapping[TensorId, LogicalTensor] = read.tensors
+    pieces_of: PiecesOf = read.pieces
+    if options.weights_only:
+        return tensors, pieces_of, ()
+    flat = _flat_optimizer(read.folder, read.metadata, native, tensors)
+    if flat is not None:
+        more, flat_pieces = flat
+        tensors = {**tensors, **more}
+
+        def pieces_of(tensor: TensorId) -> Sequence[Piece]:
+            return read.pieces(tensor) if tensor in read.sources else flat_pieces(tensor)
+
+    return precision_aware.rebuilt(read.folder, tensors, pieces_of, native.args)
 
 
 def _style(sources: Mapping[TensorId, Source], root: Mapping[object, object]) -> names.Style:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint, Json
@@ -23,7 +23,7 @@ from .from_family import run_of
 from .goal import Goal, goal
 from .run import Optimizer, Options, Run
 from .shards import shard
-from .sizes import need
+from .sizes import LOCAL, SEQUENTIAL, TE_GROUPED, need
 
 _METADATA = {
     "sharded_backend": "torch_dist",
@@ -281,6 +281,12 @@ def _objects(
     return out, fates, losses
 
 
+def _experts_form(native: Run, aim: Goal) -> str:
+    """Grouped experts are Transformer Engine's: the local spec has one module per expert."""
+    form = native.model.experts_form
+    return SEQUENTIAL if aim.spec == LOCAL and form == TE_GROUPED else form
+
+
 def extra_states(
     source: Checkpoint, native: Run, aim: Goal, style: names.Style
 ) -> Iterator[tuple[str, object]]:
@@ -295,8 +301,9 @@ def extra_states(
         return
     layers = need(native.model.layers, "layers")
     experts = native.model.experts or 1
+    model = replace(native.model, experts_form=_experts_form(native, aim))
     for chunk in (c for row in aim.pipeline.chunks for c in row):
-        entries = names.legacy_entries(native.model, chunk, spec=aim.spec)
+        entries = names.legacy_entries(model, chunk, spec=aim.spec)
         for legacy, canonical in entries:
             if canonical is None and not legacy.startswith("output_layer."):
                 yield _extra_key(legacy, chunk.layers, style, layers, experts), [None]
@@ -412,6 +419,8 @@ def _common(
         changes["padded_vocab_size"] = aim.rows
     if aim.spec is not None:
         changes["transformer_impl"] = aim.spec
+    if _experts_form(native, aim) != native.model.experts_form:
+        changes["moe_grouped_gemm"] = False
     losses: list[Loss] = []
     fates: list[Fate] = []
     root: dict[str, object] = {}

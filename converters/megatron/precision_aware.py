@@ -122,7 +122,7 @@ NOTE = (
 def rebuilt(
     folder: Path, tensors: Tensors, pieces_of: PiecesOf, args: Mapping[str, object]
 ) -> tuple[dict[TensorId, LogicalTensor], PiecesOf, tuple[str, ...]]:
-    """The same tensors, masters whole: those stored as remainders are rebuilt on reading; and notes.
+    """The same tensors with whole masters, those of remainders rebuilt on reading; and notes.
 
     Raises FormatError where nothing tells remainders from masters.
     """

@@ -180,10 +180,11 @@ def padded_vocab(vocab: int, divisor: int, tp: int) -> int:
 
 def padded_rows(model: Sizes, tp: int) -> int:
     """The rows of embedding and output layer at this tensor-parallel size."""
+    vocab = need(model.vocab, "vocab")
     divisor = need(model.vocab_divisor, "vocab_divisor")
     if divisor < 1:
         raise FormatError(f"make_vocab_size_divisible_by is {divisor} in the checkpoint's args")
-    return padded_vocab(need(model.vocab, "vocab"), divisor, tp)
+    return padded_vocab(vocab, divisor, tp)
 
 
 def _int(args: Mapping[str, object], *keys: str) -> int | None:

@@ -53,7 +53,7 @@ def open_universal(folder: Path, options: OpenOptions) -> Checkpoint:
         return _opened(folder, options)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(
-            f"{folder}: the JSON of the store is not what reshard writes ({error!r}). Copy it again."
+            f"{folder}: its JSON is not what reshard writes ({error!r}). Copy the store again."
         ) from None
 
 

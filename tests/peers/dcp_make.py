@@ -193,7 +193,7 @@ def make_ranks(folder: Path) -> None:
         raise RuntimeError(error)
 
 
-#: Decoder-only models whose modules are known; see reshard.converters.dcp.trainer.TYPES.
+#: Decoder-only models whose modules are known; see `ordered` in schemas/dialects/hf.toml.
 _TYPES = (
     "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gpt2 olmo olmo2 granite smollm3 cohere "
     "stablelm helium exaone4 seed_oss starcoder2"
