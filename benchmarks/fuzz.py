@@ -121,8 +121,14 @@ def guided(name: str, seconds: int, corpus: Path | None) -> None:
         except ReshardError:
             return
 
-    flags = [f"-max_total_time={seconds}", f"-timeout={LIMIT}", f"-rss_limit_mb={MEMORY}",
-             "-max_len=4096", f"-artifact_prefix={ROOT}/{name}-", "-print_final_stats=1"]  # fmt: skip
+    flags = [
+        f"-max_total_time={seconds}",
+        f"-timeout={LIMIT}",
+        f"-rss_limit_mb={MEMORY}",
+        f"-artifact_prefix={ROOT}/{name}-",
+        "-max_len=4096",
+        "-print_final_stats=1",
+    ]
     atheris.Setup([sys.argv[0], *flags, str(place)], once)
     atheris.Fuzz()
 

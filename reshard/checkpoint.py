@@ -47,3 +47,23 @@ class Checkpoint:
     #: Where tensors are quantised: the same checkpoint with their values in this dtype.
     quantised: Callable[[DType], Checkpoint] | None = field(default=None, repr=False)
     native: object = field(default=None, repr=False)
+
+
+#: Where checkpoints say how many samples they have trained on. Source: megatron/training
+#: checkpointing.py @ core_v0.16.1; deepspeed 0.19.8 engine.py; ours of a torch target.
+_SAMPLES = (
+    "args.consumed_train_samples",
+    "consumed_train_samples",
+    "global_samples",
+    "train_state.consumed_train_samples",
+    "client.consumed_train_samples",
+)
+
+
+def consumed_samples(checkpoint: Checkpoint) -> int | None:
+    """How many samples a checkpoint has trained on, where it says so."""
+    for path in _SAMPLES:
+        found = checkpoint.extras.get(path)
+        if isinstance(found, int) and (found or not checkpoint.iteration):
+            return found
+    return None

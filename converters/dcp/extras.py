@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, consumed_samples
 from reshard.containers import torchfile
 from reshard.errors import LossError
 from reshard.format import Fate, Loss
@@ -71,7 +71,7 @@ def _has_place(extra: ObjectLeaf, aim: Goal, schedule: Schedule | None) -> bool:
     return aim.dialect.kind == "plain"
 
 
-_TRAINING = "train_state"
+_TRAINING, _SAMPLES = "train_state", "consumed_train_samples"
 
 
 def _neutral(source: Checkpoint, kept: Kept) -> tuple[ObjectLeaf, ...]:
@@ -91,9 +91,48 @@ def _neutral(source: Checkpoint, kept: Kept) -> tuple[ObjectLeaf, ...]:
             kept.fates.append(Fate(path, "keep", "both names are written"))
         else:
             left.setdefault(parts[0])
+    if not ends:
+        out += _counted(source, kept, left)
+    samples = consumed_samples(source)
+    if samples is not None and not any(e.path == (_TRAINING, _SAMPLES) for e in out):
+        out.append(ObjectLeaf((_TRAINING, _SAMPLES), Carried(samples)))
+        kept.fates.append(Fate(_SAMPLES, "keep", f"{_TRAINING}.{_SAMPLES}"))
     for name in left:
         kept.drop(name, f"of {source.format}; torch has no place for it")
     return tuple(out)
+
+
+def _counted(source: Checkpoint, kept: Kept, left: dict[str, None]) -> list[ObjectLeaf]:
+    """The state of a LambdaLR that has counted the source's steps; its lambda is the job's own.
+
+    Other frameworks keep a counter and compute rates from their config. DeepSpeed's
+    `last_batch_iteration` starts at -1, torch's `last_epoch` at 0.
+    Source: torch 2.13 lr_scheduler.py; deepspeed 0.19.8 lr_schedules.py; fixture fsdp2_w2_fp32.
+    """
+    if source.iteration is None or not source.groups:
+        return []
+    epoch = source.iteration
+    own = source.extras.get("lr_scheduler")
+    counter = own.get("last_batch_iteration") if isinstance(own, Mapping) else None
+    if isinstance(counter, int):
+        epoch = counter + 1
+        left.pop("lr_scheduler", None)
+    options = [g.options for g in source.groups]
+    rates = [o.get("lr") for o in options]
+    bases = [o.get("initial_lr", o.get("max_lr", o.get("lr"))) for o in options]
+    state: dict[str, object] = {
+        "base_lrs": bases,
+        "last_epoch": epoch,
+        "_step_count": epoch + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": rates,
+        "lr_lambdas": [None] * len(options),
+    }
+    kept.fates.append(
+        Fate("lr_scheduler", "remap", f"a LambdaLR's state at {epoch} steps; the job's own lambda")
+    )
+    return [ObjectLeaf(("lr_scheduler", k), Carried(v)) for k, v in state.items()]
 
 
 def _keep(kept: Kept, extra: ObjectLeaf) -> None:

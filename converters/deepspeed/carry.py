@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from reshard.checkpoint import Checkpoint, Json
+from reshard.checkpoint import Checkpoint, Json, consumed_samples
 from reshard.format import Fate, Loss
 
 from .clients import client_for, is_random
@@ -92,8 +92,8 @@ def _schedule(source: Checkpoint) -> object:
 
 
 def _samples(source: Checkpoint, aim: Goal) -> int:
-    found = source.extras.get("global_samples", source.extras.get("consumed_train_samples"))
-    if isinstance(found, int):
+    found = consumed_samples(source)
+    if found is not None:
         return found
     batch = aim.config.get("train_batch_size")
     return aim.iteration * (batch if isinstance(batch, int) else 0)

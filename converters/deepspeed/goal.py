@@ -190,6 +190,12 @@ def _groups(source: Checkpoint, own: Native | None, like: Native | None) -> tupl
     """The target's param groups: structure from `--like` where given, values from the source."""
     if not any(t.slot not in (PARAM,) for t in source.layout.tensors):
         return ()
+    if not source.ordered and like is None:
+        raise FormatError(
+            f"{source.path}: in which order a DeepSpeed job lists this model's parameters is not "
+            "known, and ZeRO's flat partitions follow it. Give --like DIR, a checkpoint of the job "
+            "that will resume (step 0 will do), or convert --weights-only."
+        )
     if own is not None:
         mine = own.groups
     else:

@@ -53,7 +53,7 @@ def numpy_state(seed: int, like: object) -> tuple[object, ...]:
     return (kind, array, position, has_gauss, gauss)
 
 
-def derived(like: Carried, step: int, rank: int, prefix: str = "derived/") -> Carried:
+def derived(like: Carried, step: int, rank: int, prefix: str = "new/") -> Carried:
     """A rank's state file in the form of another's, every stream of it made anew."""
     values: dict[str, bytes] = {}
 

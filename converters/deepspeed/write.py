@@ -377,41 +377,24 @@ def _flat_rows(plans: Plans, sheets: list[Sheet], mp: int) -> list[dict[object, 
     _restore_elastic_base_optimizer_state both take it: partitions with their padding.
     """
     aim = plans.aim
-    rows: list[dict[object, object]] = []
     spaces = [[_space(plans, g, mp, e) for e in range(_ranks(aim, g))] for g in aim.groups]
     places: dict[tuple[int, int, str], list[Place]] = {}
+    rows: list[dict[object, object]] = []
     for dp, sheet in enumerate(sheets):
-        states: dict[object, object] = {}
-        masters, pads, slices, aligned = [], [], [], []
-        for i, group in enumerate(aim.groups):
-            ep = dp % len(spaces[i])
-            space, k = spaces[i][ep], dp // len(spaces[i])
-            sizes = {
-                s: flat.whole_size(space, k) if s in group.whole else space.size
-                for s in group.states
-            }
-            row, refs = _row(plans, sheet, group, sizes)
-            states[i] = row
-            kind = plans.dtype(group.members[0], MASTER) if group.members else FLOAT32
-            size_ = space.size if aim.elastic else space.valid(k)
-            refs[MASTER] = sheet.tensor((size_,), kind, grad=True)
-            masters.append(refs[MASTER])
-            pads.append(space.size - size_)
-            slices.append(_slices(aim, space, k))
-            aligned.append(_paddings(plans, group, list(space.members), mp, ep))
-            for slot, ref in refs.items():
-                places.setdefault((i, ep, slot), []).append((sheet, ref))
+        parts = [
+            _flat_part(plans, sheet, (i, mp, dp), spaces[i], places) for i in range(len(aim.groups))
+        ]
         rows.append(
             {
                 **settings_entries(sheet, aim),
-                **_base(aim, states),
-                "single_partition_of_fp32_groups": masters,
+                **_base(aim, {i: p.row for i, p in enumerate(parts)}),
+                "single_partition_of_fp32_groups": [p.master for p in parts],
                 "zero_stage": stage_enum(aim.stage),
-                "group_paddings": pads,
-                "param_alignment_paddings": aligned,
-                "partition_count": [spaces[i][0].count for i in range(len(aim.groups))],
+                "group_paddings": [p.padding for p in parts],
+                "param_alignment_paddings": [p.aligned for p in parts],
+                "partition_count": [row[0].count for row in spaces],
                 "ds_version": version_of(aim),
-                "param_slice_mappings": slices,
+                "param_slice_mappings": [p.slices for p in parts],
             }
         )
     for (i, ep, slot), held in places.items():
@@ -419,6 +402,45 @@ def _flat_rows(plans: Plans, sheets: list[Sheet], mp: int) -> list[dict[object, 
         names = _members(aim, group, mp, ep)
         plans.flats.append((group, slot, spaces[i][ep], names, mp, held))
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """One rank's part of one param group, as its entries stand in the file."""
+
+    row: dict[object, object]
+    master: TensorRef
+    padding: int
+    aligned: list[int]
+    slices: Ordered
+
+
+def _flat_part(
+    plans: Plans,
+    sheet: Sheet,
+    at: tuple[int, int, int],
+    spaces: list[FlatGroup],
+    places: dict[tuple[int, int, str], list[Place]],
+) -> FlatPart:
+    """One group on one rank. `at` is (group, mp, dp); `spaces` are by expert-parallel rank."""
+    i, mp, dp = at
+    aim, group = plans.aim, plans.aim.groups[i]
+    ep, k = dp % len(spaces), dp // len(spaces)
+    space = spaces[ep]
+    sizes = {s: flat.whole_size(space, k) if s in group.whole else space.size for s in group.states}
+    row, refs = _row(plans, sheet, group, sizes)
+    kind = plans.dtype(group.members[0], MASTER) if group.members else FLOAT32
+    length = space.size if aim.elastic else space.valid(k)
+    refs[MASTER] = sheet.tensor((length,), kind, grad=True)
+    for slot, ref in refs.items():
+        places.setdefault((i, ep, slot), []).append((sheet, ref))
+    return FlatPart(
+        row,
+        refs[MASTER],
+        space.size - length,
+        _paddings(plans, group, list(space.members), mp, ep),
+        _slices(aim, space, k),
+    )
 
 
 def _base(aim: Goal, states: Mapping[object, object]) -> dict[object, object]:

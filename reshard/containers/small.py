@@ -31,7 +31,7 @@ def read_small(path: Path, most: int) -> bytes:
         if found.st_size > most:
             raise CorruptError(f"{path}: {found.st_size} bytes, too many for such a file")
         try:
-            return file.read(most + 1)
+            return file.read(found.st_size + 1)
         except OSError as error:
             raise CorruptError(f"{path}: cannot be read ({error.strerror})") from None
 
