@@ -122,8 +122,8 @@ class Mover:
                 total.add(join.target, b, v)
             elif (inside := b & join.target.true) is not None:
                 total.elements += inside.numel
-        for piece in join.pieces:
-            wanted = piece.box & box
+        for target_box, piece in join.wanted.near(box):
+            wanted = target_box & box
             if wanted is not None:
                 self._write(piece, wanted, cast)
         return values
@@ -154,7 +154,7 @@ class Mover:
         self, join: TensorJoin, box: Box, values: Sequence[tuple[Box, Array]], moved: Moved
     ) -> None:
         """Read every further holder of the block and compare it with what the first one gave."""
-        for held, piece in join.cover.replicas:
+        for held, piece in join.again.near(box):
             common = held & box
             if common is None:
                 continue

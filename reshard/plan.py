@@ -120,6 +120,8 @@ class TensorJoin:
     source: LogicalTensor
     cover: Cover
     pieces: Sequence[Piece]  # of the target
+    wanted: Shelf  # the same pieces, indexed
+    again: Shelf  # the further holders of the source, indexed
 
     def copies(self) -> Iterator[Copy]:
         """The copies, target piece by target piece."""
@@ -185,7 +187,9 @@ class Plan:
                 f"{tensor}: counted as {source.factors} in the source and as {target.factors} in "
                 "the target, and neither is the finer one"
             )
-        return TensorJoin(target, source, cover(held), wanted)
+        held_by = cover(held)
+        indexed = Shelf((p.box, p) for p in wanted)
+        return TensorJoin(target, source, held_by, wanted, indexed, Shelf(held_by.replicas))
 
     @property
     def names(self) -> dict[str, list[TensorId]]:
