@@ -55,6 +55,8 @@ def groups_of(found: Mapping[str, Any], where: Path) -> tuple[ParamGroup, ...] |
     listed = found["groups"]
     if listed is None:
         return None
+    if any(not isinstance(name, str) for g in listed for name in g["members"]):
+        raise CorruptError(f"{where}: a param group names what is no tensor")
     return tuple(ParamGroup(loose(g["options"], where), tuple(g["members"])) for g in listed)
 
 
