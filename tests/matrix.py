@@ -44,7 +44,7 @@ def rendered(cells: Iterable[Cell]) -> str:
         row = []
         for target in targets:
             what, test = found.get((source, target), ("", ""))
-            row.append(f"[{what}]({test.partition('::')[0]})" if what else "–")
+            row.append(f"[{what}]({test.partition('::')[0]})" if what else "-")
         lines.append(f"| **{source}** | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
