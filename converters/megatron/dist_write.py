@@ -19,7 +19,7 @@ from reshard.topology import Target
 
 from . import names, run
 from .carry import Carried, numbered
-from .from_family import run_of
+from .from_family import foreign_fates, foreign_recipe, run_of, slots_of
 from .goal import Goal, goal
 from .run import Optimizer, Options, Run
 from .shards import shard
@@ -73,18 +73,18 @@ class _Keys:
         return (*lead, *shape)
 
 
-def native_run(source: Checkpoint) -> Run:
+def native_run(source: Checkpoint, target: Target) -> Run:
     """What the source holds beside tensors: its own, or what its family says of a Megatron run."""
-    return source.native if isinstance(source.native, Run) else run_of(source)
+    return source.native if isinstance(source.native, Run) else run_of(source, target)
 
 
 def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
     """Lay out a torch_dist checkpoint of the source at the target's topology."""
-    native = native_run(source)
+    native = native_run(source, target)
     aim = goal(source, native, target, options)
     form = _form(native, aim, options)
     style = _style(native, aim, options)
-    tensors = _tensors(source, aim, options)
+    tensors = _tensors(source, native, aim, options)
     items, keys = _items(native, aim, style, tensors, form)
     objects, object_fates, losses = _objects(source, native, aim, style, tensors)
     drafts, places, pieces = _files(native, items, keys, objects, aim)
@@ -92,6 +92,11 @@ def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> D
     drafts += [common, _metadata(keys, places), _literal("metadata.json", json.dumps(_METADATA))]
     folder, tracker = run_folder(native)
     losses += more
+    recipe = _recipe(native, aim, form, tensors, object_fates)
+    if native is not source.native:
+        told, more = foreign_fates(source)
+        fates, losses = [*fates, *told], [*losses, *more]
+        recipe = {**recipe, **foreign_recipe(native)}
     return Declaration(
         format="megatron",
         topology=aim.topology,
@@ -102,7 +107,7 @@ def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> D
         losses=tuple(losses),
         notes=aim.notes,
         fates=(*fates, *object_fates, *dropped(native)),
-        recipe=_recipe(native, aim, form, tensors, object_fates),
+        recipe=recipe,
         vocab_size=vocab_of(tensors),
     )
 
@@ -161,16 +166,28 @@ def _style(native: Run, aim: Goal, options: WriteOptions) -> names.Style:
     return names.style_of_sizes(native.model, aim.spec)
 
 
-def _tensors(source: Checkpoint, aim: Goal, options: WriteOptions) -> dict[TensorId, LogicalTensor]:
-    """The target's logical tensors: the source's, with a weight derived for a lone master."""
+def _tensors(
+    source: Checkpoint, native: Run, aim: Goal, options: WriteOptions
+) -> dict[TensorId, LogicalTensor]:
+    """The target's logical tensors: the source's, with a weight derived for a lone master.
+
+    Where another framework's weights are their own masters, masters are made of them; there, Adam's
+    moments become fp32, which is what Megatron keeps.
+    """
     out: dict[TensorId, LogicalTensor] = {}
     weight = named(options.dtype) if options.dtype else None
     model_dtype = named("bfloat16")
     present = source.layout.tensors
+    foreign = native is not source.native and native.optimizer is not None
     for tensor, logical in present.items():
         if tensor.slot == "step":
             continue
         dtype = logical.dtype
+        if foreign and tensor.slot != PARAM:
+            dtype = named("float32")
+        if foreign:
+            for made in slots_of(source, tensor, logical)[1:]:
+                out[made] = _target(made, logical, aim, named("float32"))
         if weight is not None and tensor.slot == PARAM and logical.dtype.floating:
             fixed = logical.fixed or names.is_buffer(tensor.name)
             dtype = logical.dtype if fixed else weight

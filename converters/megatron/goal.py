@@ -19,7 +19,7 @@ from .sizes import LOCAL, TE, need, padded_vocab
 from .stages import Pipeline
 
 #: Options of a Megatron TARGET beside the degrees.
-OPTIONS = ("optim", "split", "first", "last", "layout", "vocab_divisor", "spec")
+OPTIONS = ("optim", "split", "first", "last", "layout", "vocab_divisor", "spec", "samples")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ def goal(source: Checkpoint, run: Run, target: Target, options: WriteOptions) ->
     if "zero" in target.degrees:
         raise UsageError("zero is a DeepSpeed degree; Megatron has optim=fully_reshardable")
     chosen = target.take(*OPTIONS)
+    if "samples" in chosen and source.native is run:
+        raise UsageError("samples=N: the source is Megatron's and says how many it has consumed")
     notes: list[str] = []
     base = like.topology if like else Topology(dp=run.topology.dp)
     wanted = topology(target.degrees, base)

@@ -82,7 +82,12 @@ def declare_legacy(source: Checkpoint, target: Target, options: WriteOptions) ->
     A source whose optimizer is distributed gets Float16Optimizer's form, per parameter.
     Raises FormatError for optim=…: distrib_optim.pt is not written.
     """
-    native = native_run(source)
+    native = native_run(source, target)
+    if native is not source.native and native.optimizer is not None:
+        raise FormatError(
+            f"{source.path}: an optimizer of {source.format} is written as torch_dist: convert "
+            "--to megatron:…, and that --to megatron-legacy:…; or convert with --weights-only."
+        )
     aim = goal(source, native, target, options)
     if aim.optim not in (None, "non_distributed"):
         raise FormatError(
