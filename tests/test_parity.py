@@ -88,14 +88,14 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
     return Judged(folder, own, resumed, again)
 
 
-def pairs() -> Iterator[Any]:
+def _pairs() -> Iterator[Any]:
     for source, target, _, _ in PAIRS:
         one, other = (("dcp" if "fsdp" in x else "deepspeed") for x in (source, target))
         mark = pytest.mark.proves(one, other, "training state")
         yield pytest.param(source, target, marks=mark, id=f"{source} to {target}")
 
 
-@pytest.mark.parametrize(("source", "target"), pairs())
+@pytest.mark.parametrize(("source", "target"), XX
 def test_every_slot_is_loaded_to_the_bit(judged: Judged, source: str, target: str):
     name = f"{source} to {target}"
     result = judged.resumed[name]
@@ -111,7 +111,7 @@ def test_every_slot_is_loaded_to_the_bit(judged: Judged, source: str, target: st
     assert result["options"] == [[0.1, 0.9, 0.95, 1e-8], [0.0, 0.9, 0.95, 1e-8]]
 
 
-@pytest.mark.parametrize(("source", "target"), pairs())
+@pytest.mark.parametrize(("source", "target"), XX
 def test_the_next_twenty_steps_stay_within_twice_the_noise_floor(
     judged: Judged, source: str, target: str
 ):
