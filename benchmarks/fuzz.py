@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 5  # seconds for one input
+LIMIT = 30  # seconds of the clock for one input: the machine may be busy
 MEMORY = 2048  # MiB
 
 Parse = Callable[[bytes], object]
@@ -125,7 +125,7 @@ def guided(name: str, seconds: int, corpus: Path | None) -> None:
         f"-max_total_time={seconds}",
         f"-timeout={LIMIT}",
         f"-rss_limit_mb={MEMORY}",
-        f"-artifact_prefix={ROOT}/{name}-",
+        f"-artifact_prefix={tempfile.gettempdir()}/fuzz-{name}-",
         "-max_len=4096",
         "-print_final_stats=1",
     ]

@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
 from reshard.crossing import Choice, in_naming_of
+from reshard.dtypes import FLOAT32
 from reshard.errors import CoverageError
 from reshard.files import Files, blocks
 from reshard.layout import refactor
 from reshard.plan import Cover, cover
 from reshard.readback import read_block
-from reshard.tensor import TensorId
+from reshard.tensor import MASTER, PARAM, TensorId
 
 Array = npt.NDArray[Any]
 
@@ -48,13 +49,16 @@ def differences(
     right = in_naming_of(left, right, choice or Choice())
     out: list[Difference] = []
     compared = 0
-    mine = {t for t in left.layout.tensors if slots is None or t.slot in slots}
-    theirs = {t for t in right.layout.tensors if slots is None or t.slot in slots}
-    out += [Difference(str(t), "only-left", f"not in {right.path}") for t in sorted(mine - theirs)]
-    out += [Difference(str(t), "only-right", f"not in {left.path}") for t in sorted(theirs - mine)]
+    mine = {t: t for t in left.layout.tensors if slots is None or t.slot in slots}
+    theirs = {t: t for t in right.layout.tensors if slots is None or t.slot in slots}
+    mine, theirs = _as_masters(mine, theirs, left), _as_masters(theirs, mine, right)
+    mine, theirs = _without_copies(mine, theirs), _without_copies(theirs, mine)
+    only, others = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
+    out += [Difference(str(t), "only-left", f"not in {right.path}") for t in only]
+    out += [Difference(str(t), "only-right", f"not in {left.path}") for t in others]
     with Files(left.path) as a, Files(right.path) as b:
-        for tensor in sorted(mine & theirs):
-            found = _compare(left, right, tensor, a, b, elements, progress)
+        for tensor in sorted(mine.keys() & theirs.keys()):
+            found = _compare(left, right, (mine[tensor], theirs[tensor]), a, b, elements, progress)
             compared += 1
             if found is not None:
                 out.append(found)
@@ -66,23 +70,50 @@ def differences(
     return out, compared
 
 
+_Named = dict[TensorId, TensorId]  # what a tensor counts as -> the stored one
+
+
+def _as_masters(mine: _Named, theirs: _Named, checkpoint: Checkpoint) -> _Named:
+    """A lone fp32 weight is its own master, where the other side has a master."""
+    held = checkpoint.layout.tensors
+    out: _Named = {}
+    for tensor, stored in mine.items():
+        master = TensorId(tensor.name, MASTER)
+        lone = tensor.slot == PARAM and master not in held and master in theirs
+        wide = held[stored].dtype == FLOAT32
+        out[master if lone and wide else tensor] = stored
+    return out
+
+
+def _without_copies(mine: _Named, theirs: _Named) -> _Named:
+    """Without weights rounded from a master that both sides have, where the other keeps none."""
+    return {
+        t: stored
+        for t, stored in mine.items()
+        if t.slot != PARAM
+        or t in theirs
+        or not (TensorId(t.name, MASTER) in mine and TensorId(t.name, MASTER) in theirs)
+    }
+
+
 def _compare(
     left: Checkpoint,
     right: Checkpoint,
-    tensor: TensorId,
+    pair: tuple[TensorId, TensorId],
     a: Files,
     b: Files,
     elements: int,
     progress: Callable[[int], object],
 ) -> Difference | None:
-    x, y = left.layout.tensors[tensor], right.layout.tensors[tensor]
+    tensor = pair[0]
+    x, y = left.layout.tensors[pair[0]], right.layout.tensors[pair[1]]
     if x.shape != y.shape:
         return Difference(str(tensor), "shape", f"{list(x.shape)} and {list(y.shape)}")
     if x.dtype != y.dtype:
         return Difference(str(tensor), "dtype", f"{x.dtype.name} and {y.dtype.name}")
-    left.layout.check(tensor)
-    right.layout.check(tensor)
-    ours, theirs, space = _together(left, right, tensor)
+    left.layout.check(pair[0])
+    right.layout.check(pair[1])
+    ours, theirs, space = _together(left, right, pair)
     different, first = 0, ""
     bits = np.dtype((np.void, x.dtype.itemsize))
     for box in blocks(space, elements):
@@ -105,17 +136,17 @@ def _compare(
 
 
 def _together(
-    left: Checkpoint, right: Checkpoint, tensor: TensorId
+    left: Checkpoint, right: Checkpoint, pair: tuple[TensorId, TensorId]
 ) -> tuple[Cover, Cover, tuple[int, ...]]:
     """Both covers counted in one space, and the true shape in it."""
-    x, y = left.layout.tensors[tensor], right.layout.tensors[tensor]
-    mine, theirs = list(left.layout.pieces(tensor)), list(right.layout.pieces(tensor))
+    x, y = left.layout.tensors[pair[0]], right.layout.tensors[pair[1]]
+    mine, theirs = list(left.layout.pieces(pair[0])), list(right.layout.pieces(pair[1]))
     if x.factors is not None and y.factors is None:
         theirs = [q for p in theirs for q in refactor(p, y.extent, x.factors)]
     elif y.factors is not None and x.factors is None:
         mine = [q for p in mine for q in refactor(p, x.extent, y.factors)]
     elif x.factors != y.factors:
-        raise CoverageError(f"{tensor}: counted as {x.factors} and as {y.factors}")
+        raise CoverageError(f"{pair[0]}: counted as {x.factors} and as {y.factors}")
     return cover(mine), cover(theirs), x.factors or y.factors or x.shape
 
 

@@ -11,7 +11,7 @@ import pytest
 import reshard
 from families import whole
 from reshard.checkpoint import ParamGroup
-from reshard.errors import CoverageError, FormatError, LossError, UsageError
+from reshard.errors import CoverageError, LossError, UsageError
 from reshard.families import recognised
 from reshard.format import open_checkpoint
 from reshard.tensor import TensorId
@@ -101,9 +101,10 @@ def test_an_fsdp_run_goes_to_megatron_and_to_the_hub(unpacked, tmp_path, name):
     assert equal(tmp_path / "a", tmp_path / "b")
 
 
-def test_an_optimizer_of_another_framework_is_refused_by_megatron(unpacked, tmp_path):
+def test_an_optimizer_that_no_megatron_job_has_is_refused(unpacked, tmp_path):
+    """Its norms have a learning rate of their own."""
     folder = unpacked("dcp/fsdp2_w2_bf16_tied")
-    with pytest.raises(FormatError, match="--weights-only"):
+    with pytest.raises(LossError, match=r"lr 0\.00.* and 0\.00.* --weights-only"):
         reshard.convert(folder / "checkpoint", tmp_path / "out", "megatron:tp2", config=str(folder))
 
 

@@ -59,9 +59,13 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
     own = judge(
         [
             ParityCase(
-                name=name, before=SAVED_AT, save=at(name), state=at(f"{name}.state"), steps=24,
+                name=name,
+                before=SAVED_AT,
+                save=at(name),
+                state=at(f"{name}.state"),
+                steps=24,
                 **fields,
-            )  # fmt: skip
+            )
             for name, fields in RUNS.items()
         ],
         folder / "own",
@@ -95,7 +99,10 @@ def _pairs() -> Iterator[Any]:
         yield pytest.param(source, target, marks=mark, id=f"{source} to {target}")
 
 
-@pytest.mark.parametrize(("source", "target"), XX
+CROSSED = list(_pairs())
+
+
+@pytest.mark.parametrize(("source", "target"), CROSSED)
 def test_every_slot_is_loaded_to_the_bit(judged: Judged, source: str, target: str):
     name = f"{source} to {target}"
     result = judged.resumed[name]
@@ -111,7 +118,7 @@ def test_every_slot_is_loaded_to_the_bit(judged: Judged, source: str, target: st
     assert result["options"] == [[0.1, 0.9, 0.95, 1e-8], [0.0, 0.9, 0.95, 1e-8]]
 
 
-@pytest.mark.parametrize(("source", "target"), XX
+@pytest.mark.parametrize(("source", "target"), CROSSED)
 def test_the_next_twenty_steps_stay_within_twice_the_noise_floor(
     judged: Judged, source: str, target: str
 ):

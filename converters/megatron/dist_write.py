@@ -19,7 +19,7 @@ from reshard.topology import Target
 
 from . import names, run
 from .carry import Carried, numbered
-from .from_family import foreign_fates, foreign_recipe, run_of, slots_of
+from .from_family import foreign_fates, foreign_recipe, master_of, run_of
 from .goal import Goal, goal
 from .run import Optimizer, Options, Run
 from .shards import shard
@@ -185,13 +185,13 @@ def _tensors(
         dtype = logical.dtype
         if foreign and tensor.slot != PARAM:
             dtype = named("float32")
-        if foreign:
-            for made in slots_of(source, tensor, logical)[1:]:
-                out[made] = _target(made, logical, aim, named("float32"))
         if weight is not None and tensor.slot == PARAM and logical.dtype.floating:
             fixed = logical.fixed or names.is_buffer(tensor.name)
             dtype = logical.dtype if fixed else weight
         out[tensor] = _target(tensor, logical, aim, dtype)
+        made = master_of(source, tensor, dtype) if foreign else None
+        if made is not None:
+            out[made] = _target(made, logical, aim, named("float32"))
         lone = TensorId(tensor.name, PARAM)
         if tensor.slot == MASTER and lone not in present:
             out[lone] = _target(lone, logical, aim, weight or model_dtype)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.checkpoint import Checkpoint, Json, consumed_samples
+from reshard.dtypes import DType
 from reshard.errors import FormatError, LossError, UsageError
 from reshard.format import Fate, Loss
-from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, STEP, LogicalTensor, TensorId
+from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, STEP, TensorId
 from reshard.topology import Target, Topology
 
 from . import names
@@ -136,9 +137,7 @@ def _decay(
     return next(iter(found), 0.0)
 
 
-def _check_equal(
-    one: str, its: Mapping[str, Json], other: str, others: Mapping[str, Json]
-) -> None:
+def _check_equal(one: str, its: Mapping[str, Json], other: str, others: Mapping[str, Json]) -> None:
     for option in _COMMON:
         a, b = its.get(option), others.get(option)
         if a is None:
@@ -249,15 +248,22 @@ def _schedule(optimizer: Optimizer, samples: int) -> dict[str, object]:
     }
 
 
-def slots_of(
-    source: Checkpoint, tensor: TensorId, logical: LogicalTensor
-) -> tuple[TensorId, ...]:
-    """What a tensor of another framework's checkpoint fills: a lone weight is its own master."""
-    lone = tensor.slot == PARAM and TensorId(tensor.name, MASTER) not in source.layout.tensors
+def master_of(source: Checkpoint, tensor: TensorId, written: DType) -> TensorId | None:
+    """The master that is to be made of a trained weight of a source that keeps but one copy.
+
+    Raises LossError where the weight would not be written in bf16: no other Megatron run is.
+    """
     trained = TensorId(tensor.name, EXP_AVG) in source.layout.tensors
-    if not lone or not trained or not logical.dtype.floating:
-        return (tensor,)
-    return (tensor, TensorId(tensor.name, MASTER))
+    if tensor.slot != PARAM or not trained:
+        return None
+    if written.name != "bfloat16":
+        raise LossError(
+            f"{tensor}: would be written in {written.name}. Megatron's optimizer is written for "
+            "bf16 weights with fp32 masters: add --dtype bf16 (masters keep every bit of the "
+            "source), or convert with --weights-only."
+        )
+    master = TensorId(tensor.name, MASTER)
+    return None if master in source.layout.tensors else master
 
 
 def foreign_fates(source: Checkpoint) -> tuple[list[Fate], list[Loss]]:

@@ -79,7 +79,8 @@ def scan(data: bytes | mmap, start: int = 0) -> int:
             at += 9
         elif op in _SIZES:
             head = struct.calcsize(_SIZES[op]) + 1
-            at += head + int.from_bytes(data[at + 1 : at + head], "little")
+            # a length beyond the file is one past its end, which numbers of C still hold
+            at += head + min(int.from_bytes(data[at + 1 : at + head], "little"), size)
         elif op in _LINES:
             end = at + 1
             for _ in range(_LINES[op]):

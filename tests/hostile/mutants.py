@@ -31,7 +31,7 @@ from reshard.convert import Options, make_plan
 from reshard.converters.universal.nodes import sealed
 from reshard.errors import ReshardError
 
-LIMIT = 5.0  # seconds
+LIMIT = 5.0  # seconds of CPU time
 MEMORY = 2 << 30  # bytes beyond what the process has at the start
 ANYTHING: Any = type("Anything", (), {"__contains__": lambda _, item: True})()
 _TOO_BIG = 64 << 20
@@ -253,7 +253,7 @@ def mutate(tree: Tree, rng: random.Random) -> tuple[str, bytes] | None:
 def main() -> None:
     """The mutants of one checkpoint."""
     source, target, seed, count, seconds = sys.argv[1:6]
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGVTALRM, _late)
     work = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     bad: list[str] = []
     ended: dict[str, int] = {}
@@ -278,7 +278,7 @@ def main() -> None:
             what, data = made
             path.write_bytes(data)
             name = f"seed {int(seed) + done - 1}: {path.relative_to(folder)}: {what}"
-            signal.setitimer(signal.ITIMER_REAL, LIMIT)
+            signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
             try:
                 how = read(folder, target)
                 ended[how] = ended.get(how, 0) + 1
@@ -287,7 +287,7 @@ def main() -> None:
             except BaseException as error:
                 bad.append(f"{name}: {type(error).__name__}: {error!s:.200} {_where()}")
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             path.write_bytes(raw)
     finally:
         shutil.rmtree(work)

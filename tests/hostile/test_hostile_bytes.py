@@ -167,6 +167,15 @@ def test_streams_of_older_torch(tmp_path: Path) -> None:
     cut(path, data, read_torch, range(0, payload[0][0], 5))
 
 
+@pytest.mark.parametrize("op", [b"\x8e", b"\x8d", b"\x96", b"\x8b", b"X", b"T", b"B"])
+def test_a_length_that_no_number_of_c_holds(op: bytes, tmp_path: Path) -> None:
+    """Found by fuzzing: only the older stream is scanned outside the unpickler's guard."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"\x80\x04" + op + b"\xff" * 8 + b"x.")
+    with pytest.raises(CorruptError):
+        torchfile.load(path)
+
+
 def test_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     data = save({"a": torch.arange(40.0), "b": torch.arange(7)}, {"format": "pt"})

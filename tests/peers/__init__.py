@@ -51,6 +51,9 @@ class MegatronCase:
     #: at which it can reload one of the same model, for the noise floor.
     floor_native: Path | None = None
     floor_at: tuple[tuple[str, int], ...] = ()
+    #: A checkpoint whose args are the job's command line, where the case's own lack how it trains.
+    args: Path | None = None
+    override_schedule: bool = False  # --override-opt_param-scheduler
     steps: int = 4
     probes: tuple[int, ...] = ()  # steps after which weights and moments are held to the floor too
     #: Spoil the live state after loading, to see that the judge notices: "step", "decay", "beta",

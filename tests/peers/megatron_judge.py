@@ -56,7 +56,7 @@ def main(wanted: Path, found: Path) -> None:
 
 def case_of(fields: dict[str, Any]) -> MegatronCase:
     """A case from its JSON."""
-    for name in ("checkpoint", "truth", "native", "floor_native"):
+    for name in ("checkpoint", "truth", "native", "floor_native", "args"):
         fields[name] = fields[name] and Path(fields[name])
     floor_at = tuple((name, n) for name, n in fields["floor_at"])
     return MegatronCase(**fields | {"probes": tuple(fields["probes"]), "floor_at": floor_at})
@@ -98,7 +98,8 @@ def judge_rank(case: MegatronCase, rank: int, folder: Path) -> None:
     join_ranks(case, rank, folder / "rendezvous")
     megatron_cpu.patch(fused_adam=opened.fused_adam)
     torch.manual_seed(99)  # so that a weight that is not loaded differs from the saved one
-    job = build(opened.args, case, case.distributed or opened.distributed)
+    args = open_checkpoint(case.args).args if case.args else opened.args
+    job = build(args, case, case.distributed or opened.distributed)
     rng = load(job, opened, case)
     report = compare(job, case, opened.legacy) | {"rng": rng}
     if case.spoil:

@@ -254,10 +254,11 @@ def build(args: Args, case: MegatronCase, distributed: str) -> Job:
     if case.bucket_size is not None:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    return Job(args, config, chunks, optimizer, schedule_of(args, optimizer), distributed)
+    made = schedule_of(args, optimizer, override=case.override_schedule)
+    return Job(args, config, chunks, optimizer, made, distributed)
 
 
-def schedule_of(args: Args, optimizer: Any) -> OptimizerParamScheduler:
+def schedule_of(args: Args, optimizer: Any, *, override: bool = False) -> OptimizerParamScheduler:
     """megatron.training.get_optimizer_param_scheduler; counts are in samples, not in steps."""
     batch = args.global_batch_size
     return OptimizerParamScheduler(
@@ -272,8 +273,8 @@ def schedule_of(args: Args, optimizer: Any) -> OptimizerParamScheduler:
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters * batch,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=True,
-        override_opt_param_scheduler=False,
+        use_checkpoint_opt_param_scheduler=not override,
+        override_opt_param_scheduler=override,
     )
 
 

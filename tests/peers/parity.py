@@ -51,7 +51,7 @@ class ParityCase:
     weights: Path | None = None
     seed: int = 7
     config: Mapping[str, Any] = field(default_factory=lambda: CONFIG)
-    tokens_below: int | None = None
+    first_batch: int = 0  # the batch of step 0
     rates: Sequence[float] = RATES
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)

@@ -52,8 +52,8 @@ def tokens_of(case: Case, step: int) -> Any:
     """[batch, length + 1] tokens of a step; three batches in turn, as in megatron_training."""
     import torch
 
-    generator = torch.Generator().manual_seed(9000 + step % 3)
-    vocabulary = case["tokens_below"] or case["config"]["vocab_size"]
+    generator = torch.Generator().manual_seed(9000 + (case["first_batch"] + step) % 3)
+    vocabulary = case["config"]["vocab_size"]
     return torch.randint(0, vocabulary, (case["batch"], case["length"] + 1), generator=generator)
 
 
