@@ -67,3 +67,8 @@ def consumed_samples(checkpoint: Checkpoint) -> int | None:
         if isinstance(found, int) and (found or not checkpoint.iteration):
             return found
     return None
+
+
+def is_samples(path: str) -> bool:
+    """Whether a field of extras counts consumed samples."""
+    return path in _SAMPLES

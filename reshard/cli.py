@@ -127,6 +127,7 @@ def _convert_options(f: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--dtype", help="Store weights in this dtype (bf16, fp32)."),
         click.option("--tokenizer", metavar="DIR", help="Folder whose tokenizer goes along."),
         click.option("--max-shard-size", type=DECIMAL, metavar="SIZE", help="Of hf files; 5GB."),
+        click.option("--migrate", metavar="FILE", help="Renames, drops, resets, resizing (TOML)."),
         click.option("--include", multiple=True, metavar="GLOB"),
         click.option("--exclude", multiple=True, metavar="GLOB"),
         click.option("--strict", is_flag=True, help="Refuse any loss."),

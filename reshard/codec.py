@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.box import Box
+from reshard.box import Box, row_major
 from reshard.dtypes import DType
 from reshard.layout import Piece, Read, StoredArray
 
@@ -103,3 +103,21 @@ def _whole(read: Read, array: StoredArray) -> Array:
 def _range(read: Read, array: StoredArray, start: int, stop: int) -> Array:
     piece = Piece(Box((0,), (array.numel,)), array, 0, (1,))
     return read(piece, Box((start,), (stop,)))
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One value that no file holds, as `dtype`: what a migration sets elements to."""
+
+    value: float
+    dtype: DType
+
+    def decode(self, read: Read, piece: Piece, box: Box) -> Array:
+        """The values of a box."""
+        return np.full(box.shape, self.value, self.dtype.numpy)
+
+
+def constant(box: Box, value: float, dtype: DType) -> Piece:
+    """A piece that holds one value in every element of a box, and lies in no file."""
+    array = StoredArray("", 0, box.shape, dtype, "", "migration")
+    return Piece(box, array, 0, row_major(box.shape), Constant(value, dtype))

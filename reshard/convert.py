@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import json
 import math
 import os
 import resource
@@ -31,6 +32,7 @@ from reshard.format import (
     open_checkpoint,
 )
 from reshard.layout import Draft, Layout
+from reshard.migrate import Migrated, migrate, read_migration
 from reshard.plan import Plan, loss_lines
 from reshard.plan import plan as join_plan
 from reshard.readback import read_files
@@ -66,6 +68,7 @@ class Options:
     config: str | None = None
     tokenizer: str | None = None
     max_shard_size: int | None = None
+    migrate: str | None = None
 
     def shown(self) -> dict[str, Json]:
         """What the manifest records."""
@@ -123,20 +126,30 @@ def make_plan(source: str | Path, options: Options) -> Plan:
     form = find(name)
     if not form.writes:
         raise FormatError(f"format {name!r} is read, not written. See `reshard formats`.")
-    dialect, target = dialect_of(form, target), unnamed(target)
+    # a reference of another naming says whose names are wanted
+    spoken = whole.layout.naming if like is None else None
+    dialect, target = dialect_of(form, target, spoken), unnamed(target)
     write = WriteOptions(
         options.weights_only, options.dtype, options.vocab_size, like, dict(target.options),
         options.config, options.tokenizer, options.max_shard_size,
     )  # fmt: skip
     # a format of weights alone picks the best copy of each itself
     asked = replace(options, weights_only=False) if getattr(form, "weights", False) else options
+    moved = Migrated(whole)
+    if options.migrate is not None:
+        moved = migrate(whole, read_migration(options.migrate))
+        whole = moved.checkpoint
     checkpoint = select(whole, asked)
     choice = Choice(options.schema, options.config, options.dtype)
     crossed = cross(checkpoint, dialect, choice, like)
     declaration = form.declare(crossed.checkpoint, target, write)
     planned = join_plan(crossed.checkpoint, declaration, narrow=options.dtype is not None)
-    planned = replace(planned, notes=(*crossed.notes, *planned.notes))
-    losses = [*crossed.losses, *planned.losses]
+    planned = replace(
+        planned,
+        notes=(*moved.notes, *crossed.notes, *planned.notes),
+        migration=moved.steps,
+    )
+    losses = [*moved.losses, *crossed.losses, *planned.losses]
     if options.weights_only and len(checkpoint.layout.tensors) < len(whole.layout.tensors):
         n = len(whole.layout.tensors) - len(checkpoint.layout.tensors)
         losses.append(
@@ -160,6 +173,8 @@ def plan_digest(planned: Plan) -> str:
     source, target = planned.source, planned.target
     h.update(source_stamp(source).encode())
     h.update(f"{source.format}\t{target.format}\t{target.topology}\t{target.folder}\n".encode())
+    if planned.migration:
+        h.update(json.dumps(planned.migration, sort_keys=True, default=str).encode())
     for draft in target.drafts:
         h.update(f"{draft.name}\t{draft.size}\n".encode())
         for offset, data in draft.literals:
@@ -209,6 +224,7 @@ def plan_report(planned: Plan, place: Path | None = None) -> dict[str, Json]:
         "notes": list(planned.notes),
         "fates": [{"path": f.path, "kind": f.kind, "detail": f.detail} for f in target.fates],
         "recipe": dict(target.recipe),
+        **({"migration": [dict(s) for s in planned.migration]} if planned.migration else {}),
     }
 
 
@@ -360,7 +376,7 @@ def _run(
         digests,
         tool=VERSION,
         digest=digest,
-        options=options.shown(),
+        options=_told(planned, options),
         verified=checked is not None and options.verify,
         started=started,
         ended=time.time(),
@@ -387,6 +403,14 @@ def _run(
         **weights_of(planned.target.layout),
         "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def _told(planned: Plan, options: Options) -> dict[str, Json]:
+    """What the manifest records of the options: a migration step by step."""
+    told = options.shown()
+    if planned.migration:
+        told["migrate"] = [dict(s) for s in planned.migration]
+    return told
 
 
 def weights_of(layout: Layout) -> dict[str, Json]:

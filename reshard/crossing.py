@@ -36,10 +36,11 @@ class Crossed:
     notes: tuple[str, ...] = ()
 
 
-def dialect_of(form: Format, target: Target) -> str | None:
+def dialect_of(form: Format, target: Target, spoken: str | None = None) -> str | None:
     """The dialect a target is written in; None: whatever the source speaks.
 
     The item `names=` says; so may a format (`dialect(target)`) or a variant (`dcp.torchtitan`).
+    A format of one `naming` that is not that of the source (`spoken`) takes the usual dialect.
     """
     named = target.options.get(NAMES)
     if named is not None and named not in dialects():
@@ -50,7 +51,10 @@ def dialect_of(form: Format, target: Target) -> str | None:
         if named not in (None, written):
             raise UsageError(f"{form.name} is written with {written} names, not {named}")
         return written
-    return named or (target.variant if target.variant in dialects() else None)
+    if named is not None or target.variant in dialects():
+        return named or target.variant
+    naming = getattr(form, "naming", None)
+    return None if spoken is None or naming in (None, spoken) else translation.WRITTEN[naming]
 
 
 def unnamed(target: Target) -> Target:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.box import Box, uncovered
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Json
 from reshard.dtypes import DType
 from reshard.errors import CoverageError, LossError
 from reshard.format import Declaration, Loss
@@ -168,6 +168,7 @@ class Plan:
     copies: int
     fills: int
     replicas: int  # elements held more than once, compared on the way
+    migration: tuple[Mapping[str, Json], ...] = ()  # the steps that the source has gone through
     covers: dict[TensorId, Cover] = field(default_factory=dict, repr=False)
 
     def join(self, tensor: TensorId) -> TensorJoin:

@@ -128,7 +128,7 @@ def test_the_next_twenty_steps_stay_within_twice_the_noise_floor(
     assert result["lrs"] == judged.own[source]["lrs"][:STEPS]
     for what in ("losses", "norms"):
         floor = judged.floor(source, target, what)
-        assert 0 < floor < (2e-5 if "fp32" in source else 2e-2)
+        assert 0 < floor < (2e-5 if "fp32" in source else 5e-2)
         assert apart(result, judged.own[source], what) <= 2 * floor
         assert apart(result, judged.own[target], what) <= 2 * floor
 

@@ -254,3 +254,50 @@ def test_a_model_whose_module_order_is_unknown_needs_a_reference_for_zero(
             replace(crossed.checkpoint, ordered=False), parse_target("deepspeed:zero2"),
             WriteOptions(),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("megatron/h-llama-tp2pp2", "dcp:dp2"),
+        ("megatron/h-llama-tp2pp2", "deepspeed:zero3dp2"),
+        ("deepspeed/z3_dp2_bf16", "dcp:dp2"),
+        ("dcp/fsdp2_w2_fp32", "deepspeed:zero3dp2"),
+    ],
+)
+def test_every_field_of_the_source_has_a_fate_by_its_full_path(
+    unpacked: Unpack, name: str, to: str
+):
+    folder = unpacked(name)
+    source = next(
+        p for p in (folder / "dist", folder / "checkpoint", folder / "ckpt") if p.exists()
+    )
+    report: Any = reshard.plan(source, to)
+    told = {f["path"] for f in report["fates"]}
+    extras = open_checkpoint(source).extras
+    assert len(extras) > 10
+    assert [path for path in extras if path not in told] == []
+
+
+def test_the_usual_names_are_written_where_none_are_asked_for(unpacked: Unpack, tmp_path: Path):
+    reshard.convert(llama(unpacked), tmp_path / "plain", "deepspeed:zero2dp2")
+    reshard.convert(llama(unpacked), tmp_path / "named", "deepspeed:zero2dp2,names=hf")
+    assert reshard.diff(tmp_path / "plain", tmp_path / "named")["differences"] == []
+
+
+@pytest.mark.proves("deepspeed", "universal", "training state")
+@pytest.mark.proves("universal", "megatron", "training state")
+def test_through_the_universal_store_is_as_straight(unpacked: Unpack, hub: Path, tmp_path: Path):
+    """DeepSpeed -> universal -> Megatron, of a run that was Megatron's."""
+    source = llama(unpacked)
+    steps = (
+        ("deepspeed:zero1dp3", {}),
+        ("universal", {}),
+        ("megatron:tp2pp2,vocab_divisor=8,spec=local,optim=non_distributed", {}),
+    )
+    at = source
+    for i, (to, options) in enumerate(steps):
+        reshard.convert(at, tmp_path / str(i), to, config=str(hub), **options)
+        at = tmp_path / str(i)
+        assert digests(at, hub) == digests(source, hub)
+    assert different(source, at, hub) == []

@@ -17,6 +17,7 @@ class Dcp:
     name: str = "dcp"
     summary: str = "torch.distributed.checkpoint: .metadata, *.distcp"
     writes: bool = True
+    naming: str = "torch"  # of every target
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
@@ -50,6 +51,7 @@ class TorchSave:
     name: str = "torch"
     summary: str = "torch.save: a state dict, or *_rank_N.pt of every rank"
     writes: bool = True
+    naming: str = "torch"  # of every target
 
     def recognise(self, folder: Path) -> str | None:
         """Why a file or folder is one."""

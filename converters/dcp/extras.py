@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from reshard.checkpoint import Checkpoint, consumed_samples
+from reshard.checkpoint import Checkpoint, consumed_samples, is_samples
 from reshard.containers import torchfile
 from reshard.errors import LossError
 from reshard.format import Fate, Loss
@@ -90,13 +90,18 @@ def _neutral(source: Checkpoint, kept: Kept) -> tuple[ObjectLeaf, ...]:
         elif path == "ties":
             kept.fates.append(Fate(path, "keep", "both names are written"))
         else:
-            left.setdefault(parts[0])
+            left.setdefault(path)
     if not ends:
         out += _counted(source, kept, left)
     samples = consumed_samples(source)
     if samples is not None and not any(e.path == (_TRAINING, _SAMPLES) for e in out):
         out.append(ObjectLeaf((_TRAINING, _SAMPLES), Carried(samples)))
-        kept.fates.append(Fate(_SAMPLES, "keep", f"{_TRAINING}.{_SAMPLES}"))
+        kept.fates += [
+            Fate(path, "remap", f"{_TRAINING}.{_SAMPLES}") for path in left if is_samples(path)
+        ]
+    if source.iteration is not None and "iteration" in left:
+        del left["iteration"]  # what _move says of it
+    left = {path: None for path in left if samples is None or not is_samples(path)}
     for name in left:
         kept.drop(name, f"of {source.format}; torch has no place for it")
     return tuple(out)

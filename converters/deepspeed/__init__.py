@@ -25,6 +25,7 @@ class DeepSpeed:
     name: str = "deepspeed"
     summary: str = "mp_rank_*_model_states.pt, *zero_pp_rank_*_optim_states.pt"
     writes: bool = True
+    naming: str = "torch"  # of every target
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
@@ -58,6 +59,7 @@ class Universal:
     name: str = "deepspeed-universal"
     summary: str = "zero/NAME/fp32.pt beside model states"
     writes: bool = True
+    naming: str = "torch"  # of every target
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""

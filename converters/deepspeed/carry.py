@@ -91,6 +91,24 @@ def _schedule(source: Checkpoint) -> object:
     return {"last_batch_iteration": source.iteration - 1} if foreign and source.iteration else None
 
 
+#: The last part of another framework's fields that mean the same here, and where they go.
+_MEANT = {
+    "iteration": "global_steps",
+    "step": "global_steps",
+    "last_epoch": "lr_scheduler.last_batch_iteration",
+    "num_steps": "lr_scheduler.last_batch_iteration",
+    "consumed_train_samples": "global_samples",
+    "global_samples": "global_samples",
+}
+_MEANT_IN = ("", "train_state", "lr_scheduler", "opt_param_scheduler", "args")
+
+
+def _place_of(path: str) -> str | None:
+    """Where a field of another framework's checkpoint goes."""
+    lead, _, last = path.rpartition(".")
+    return _MEANT.get(last) if lead in _MEANT_IN else None
+
+
 def _samples(source: Checkpoint, aim: Goal) -> int:
     found = consumed_samples(source)
     if found is not None:
@@ -133,11 +151,9 @@ def fates_of(source: Checkpoint, aim: Goal) -> tuple[Fate, ...]:
     out: list[Fate] = []
     if own is None:
         for path in source.extras:
-            kept = path in ("global_samples", "consumed_train_samples")
-            out.append(
-                Fate(path, "keep" if kept else "drop",
-                     "" if kept else "another framework's field: DeepSpeed's files have no place")
-            )  # fmt: skip
+            to = _place_of(path)
+            why = to or "another framework's field: DeepSpeed's files have no place"
+            out.append(Fate(path, "drop" if to is None else "remap", why))
     else:
         out += _own_fates(own, aim)
     changed = {
@@ -177,7 +193,7 @@ def losses_of(source: Checkpoint, aim: Goal) -> tuple[Loss, ...]:
         return tuple(
             Loss("extra-dropped", path, "another framework's field")
             for path in source.extras
-            if path not in ("global_samples", "consumed_train_samples")
+            if _place_of(path) is None
         )
     out = [
         Loss("extra-dropped", f"client.{key}", "names types that are not written again")
@@ -213,6 +229,13 @@ def recipe_of(source: Checkpoint, aim: Goal) -> dict[str, Json]:
         "lr_scheduler": "in the checkpoint" if _scheduler(source, aim) else "not in the checkpoint",
         "verdict": "exact" if exact else "same sample sequence",
     }
+    if own is None and aim.groups:
+        kinds = {aim.kind(n) for g in aim.groups for n in g.members}
+        out["engine"] = "fp32" if kinds == {"float32"} else "bf16 or fp16, over fp32 masters"
+        out["parameters"] = (
+            "the job's optimizer must list the same groups, each in the order of the model's "
+            "modules; a job that lists them otherwise is named with --like"
+        )
     if isinstance(batch, int) and batch % aim.dp == 0:
         out["micro_batch_times_accumulation"] = batch // aim.dp
     if not aim.groups:
@@ -229,5 +252,7 @@ def recipe_of(source: Checkpoint, aim: Goal) -> dict[str, Json]:
 def _scheduler(source: Checkpoint, aim: Goal) -> bool:
     own = source.native
     if isinstance(own, Native) and own.wrapper is not None and own.wrapper.scheduler is not None:
+        return True
+    if _schedule(source) is not None:
         return True
     return isinstance(aim.top.obj, dict) and aim.top.obj.get("lr_scheduler") is not None

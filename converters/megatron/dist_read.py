@@ -377,7 +377,9 @@ def _optimizer(
     steps: list[float | None] = []
     in_groups = False
     for member in listed:
-        inner = mapping(member.get("optimizer"), f"{folder}: optimizer.optimizer")
+        inner = member  # FP32Optimizer's state is that of Adam itself; fixture made-fp32
+        if "param_groups" not in member:
+            inner = mapping(member.get("optimizer"), f"{folder}: optimizer.optimizer")
         for group in sequence(inner.get("param_groups"), f"{folder}: param_groups"):
             values = {
                 str(k): v
@@ -404,7 +406,7 @@ def _optimizer(
 
 def _chain(found: Mapping[object, object]) -> list[Mapping[object, object]]:
     """The members of a chained optimizer (keys 0, 1, …), or the only one."""
-    if "optimizer" in found or "param_state_sharding_type" in found:
+    if found.keys() & {"optimizer", "param_state_sharding_type", "param_groups"}:
         return [found]
     return [v for k, v in sorted(found.items(), key=lambda i: str(i[0])) if isinstance(v, Mapping)]
 

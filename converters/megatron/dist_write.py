@@ -84,7 +84,7 @@ def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> D
     aim = goal(source, native, target, options)
     form = _form(native, aim, options)
     style = _style(native, aim, options)
-    tensors = _tensors(source, native, aim, options)
+    tensors = _tensors(source, native, aim, options, form)
     items, keys = _items(native, aim, style, tensors, form)
     objects, object_fates, losses = _objects(source, native, aim, style, tensors)
     drafts, places, pieces = _files(native, items, keys, objects, aim)
@@ -167,9 +167,12 @@ def _style(native: Run, aim: Goal, options: WriteOptions) -> names.Style:
 
 
 def _tensors(
-    source: Checkpoint, native: Run, aim: Goal, options: WriteOptions
+    source: Checkpoint, native: Run, aim: Goal, options: WriteOptions, form: str | None
 ) -> dict[TensorId, LogicalTensor]:
     """The target's logical tensors: the source's, with a weight derived for a lone master.
+
+    FP32Optimizer keeps no masters, as its weights are their own; DistributedOptimizer and
+    Float16Optimizer get them of such weights.
 
     Where another framework's weights are their own masters, masters are made of them; there, Adam's
     moments become fp32, which is what Megatron keeps.
@@ -195,7 +198,27 @@ def _tensors(
         lone = TensorId(tensor.name, PARAM)
         if tensor.slot == MASTER and lone not in present:
             out[lone] = _target(lone, logical, aim, weight or model_dtype)
+    if foreign or native.optimizer is None:
+        return out
+    if form is None and _own_masters(native, out):
+        return {t: v for t, v in out.items() if t.slot != MASTER}
+    for tensor in [t for t in out if t.slot == "exp_avg"]:
+        param, made = TensorId(tensor.name, PARAM), TensorId(tensor.name, MASTER)
+        needed = form is not None or (param in out and out[param].dtype.itemsize < 4)
+        if needed and made not in out and param in present:
+            out[made] = _target(made, present[param], aim, named("float32"))
     return out
+
+
+def _own_masters(native: Run, tensors: Mapping[TensorId, LogicalTensor]) -> bool:
+    """Whether the run trains in fp32, with FP32Optimizer unless its optimizer is distributed.
+
+    Source: get_megatron_optimizer in megatron/core/optimizer/__init__.py @ core_v0.16.1; fixture
+    made-fp32.
+    """
+    trained = (t.name for t in tensors if t.slot == "exp_avg")
+    narrow = any(tensors[TensorId(name, PARAM)].dtype.itemsize < 4 for name in trained)
+    return not narrow and not native.args.get("bf16") and not native.args.get("fp16")
 
 
 def _target(tensor: TensorId, logical: LogicalTensor, aim: Goal, dtype: object) -> LogicalTensor:
@@ -451,7 +474,8 @@ def _common(
     if with_optimizer and native.optimizer is not None:
         groups, more = run.regrouped(native, aim.topology.ep)
         losses += more
-        state = _optimizer(native.optimizer, groups, form, aim)
+        bare = form is None and not any(t.slot == MASTER for t in tensors)
+        state = _optimizer(native.optimizer, groups, form, bare=bare)
         root["optimizer"], keys = numbered(state.obj)
         values = {keys[k]: v for k, v in state.values.items() if k in keys}
         fates += [Fate(f"optimizer.param_groups[{i}]", "keep") for i in range(len(groups))]
@@ -473,19 +497,22 @@ def _content(form: str | None) -> dict[str, object]:
 
 
 def _optimizer(
-    optimizer: Optimizer, groups: Sequence[Options], form: str | None, aim: Goal
+    optimizer: Optimizer, groups: Sequence[Options], form: str | None, *, bare: bool
 ) -> Carried:
-    """The common part of the optimizer: one dict, or one per member of the chain."""
+    """The common part of the optimizer: one dict, or one per member of the chain.
+
+    `bare`: FP32Optimizer's, which is the state dict of Adam itself.
+    """
     experts = [g for g in groups if g.expert]
     dense = [g for g in groups if not g.expert]
     chain = [dense, experts] if experts else [dense]
     values: dict[str, bytes] = {}
     members = []
     for i, mine in enumerate(chain):
-        member, more = _member(optimizer, mine, form, i)
+        member, more = _member(optimizer, mine, form, i, bare=bare)
         members.append(member)
         values |= more
-    if optimizer.scaler is not None:
+    if optimizer.scaler is not None and not bare:
         values |= optimizer.scaler.values
         for member in members:
             member["grad_scaler"] = optimizer.scaler.obj
@@ -495,7 +522,7 @@ def _optimizer(
 
 
 def _member(
-    optimizer: Optimizer, groups: Sequence[Options], form: str | None, i: int
+    optimizer: Optimizer, groups: Sequence[Options], form: str | None, i: int, *, bare: bool
 ) -> tuple[dict[str, object], dict[str, bytes]]:
     inner: dict[str, object] = {}
     values: dict[str, bytes] = {}
@@ -511,11 +538,9 @@ def _member(
             made[run.STEP] = run.whole_step(optimizer.step)
         listed.append(made)
     inner["param_groups"] = listed
-    if not in_groups:
-        return {"optimizer": inner}, values
     if form is None:
-        inner = {"state": {}, **inner}
-        return {"optimizer": inner}, values
+        inner = inner if "state" in inner else {"state": {}, **inner}
+        return inner if bare else {"optimizer": inner}, values
     return {"optimizer": inner, "param_state_sharding_type": form}, values
 
 

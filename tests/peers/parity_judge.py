@@ -314,7 +314,8 @@ def spoil(job: Any, what: str) -> None:
     """Change one thing of the loaded state, to see that the next steps notice."""
     inner = job.inner()
     if what == "schedule":
-        (job.engine.lr_scheduler if isinstance(job, DeepSpeed) else job.rates).step()
+        for _ in range(3):
+            (job.engine.lr_scheduler if isinstance(job, DeepSpeed) else job.rates).step()
         return
     for group in inner.param_groups:
         if what == "decay":
