@@ -39,7 +39,7 @@ class Cost:
 
 
 def run(command: list[str], log: Path) -> Cost:
-    """Run a command to its end, with the bytes it wrote on the disk. Raises if it fails."""
+    """Run a command until what it wrote is on the disk. If it fails, exit with its output."""
     started = time.perf_counter()
     peak = 0
     with open(log, "wb") as out:
@@ -51,7 +51,7 @@ def run(command: list[str], log: Path) -> Cost:
     _, status, used = done
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise subprocess.CalledProcessError(child.returncode, command, log.read_bytes())
+        raise SystemExit(f"{' '.join(command)}\n{log.read_text(errors='replace')}")
     os.sync()
     wall = time.perf_counter() - started
     return Cost(wall, used.ru_utime + used.ru_stime, peak)

@@ -187,6 +187,8 @@ class Staging:
 
 def staging_path(target: Path) -> Path:
     """Where a target is staged: beside it, so that the rename is atomic; else inside."""
+    if target.name in ("", ".."):
+        target = target.resolve()  # `.` and `..` have nothing beside them by name
     if target.exists() and _must_hold_staging(target):
         return target / STAGING
     return target.with_name(target.name + STAGING)
@@ -213,6 +215,13 @@ def check_target(target: Path, declaration: Declaration, *, overwrite: bool) -> 
         )
     if final.exists() and not final.is_dir():
         raise TargetError(f"{final} is not a folder; choose another DST")
+    if final != target and target.is_dir():
+        why = next(filter(None, (f.recognise(target) for f in formats()[0])), None)
+        if why is not None:
+            raise TargetError(
+                f"{target} is a checkpoint itself ({why}), not a run folder that holds some; "
+                "choose another DST"
+            )
     if not final.exists() or not any(final.iterdir()):
         return
     if not overwrite:

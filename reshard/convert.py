@@ -20,6 +20,7 @@ from reshard import commit, manifest
 from reshard.checkpoint import Checkpoint, Json
 from reshard.commit import Staging
 from reshard.crossing import Choice, cross, dialect_of, unnamed
+from reshard.dtypes import named
 from reshard.engine import Checksums, Moved, Mover, block_elements, move_all
 from reshard.errors import FormatError, LossError, TargetError, UsageError, VerifyError
 from reshard.files import Files
@@ -117,8 +118,14 @@ def _slots(checkpoint: Checkpoint) -> str:
 
 def make_plan(source: str | Path, options: Options) -> Plan:
     """Open the source, declare the target, join them. Reads headers only."""
+    for flag, said in (("--to", options.to), ("--like", options.like), ("--from", options.given)):
+        if said == "":
+            raise UsageError(f"{flag} is empty")
     if options.to is None and options.like is None:
         raise UsageError("say what to write: --to TARGET or --like DIR")
+    kind = named(options.dtype) if options.dtype is not None else None
+    if kind is not None and (not kind.floating or kind.name.startswith("complex")):
+        raise UsageError(f"--dtype {kind}: weights are real floating-point numbers; give bf16")
     whole = open_checkpoint(source, source_options(options))
     like = open_checkpoint(options.like, OpenOptions()) if options.like else None
     target = parse_target(options.to) if options.to else Target(None, None)
@@ -307,7 +314,7 @@ def _place(target: Path) -> Path:
         if not target.exists():
             raise TargetError(f"{target} is a symbolic link to nothing")
         return target.resolve()
-    return target
+    return target.resolve() if target.name in ("", "..") else target
 
 
 def _finish(planned: Plan, place: Path, digest: str, options: Options) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from reshard.checkpoint import Checkpoint, Json
-from reshard.errors import CorruptError, FormatError
+from reshard.errors import CorruptError, FormatError, UsageError
 from reshard.layout import Draft, Layout
 from reshard.tensor import TensorId
 from reshard.topology import Target, Topology
@@ -252,6 +252,10 @@ def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Che
     Raises CorruptError also for what the system cannot read, and for values that exhaust it.
     """
     options = options or OpenOptions()
+    if options.vocab_size is not None and options.vocab_size < 1:
+        raise UsageError(f"a vocabulary of {options.vocab_size} tokens; give at least 1")
+    if not str(path):
+        raise UsageError("the path of the checkpoint is empty")
     try:
         form, folder = recognise(Path(path), options)
         opened = form.open(folder, options)

@@ -34,7 +34,7 @@ _OWNER = re.compile(r"__(\d+)_\d+\.distcp")
 
 def recognise(folder: Folder) -> str | None:
     """Why a folder is a DCP checkpoint and not Megatron's."""
-    if (folder / "metadata.json").is_file() and (folder / dcp.METADATA).is_file():
+    if (folder / "metadata.json").is_file():
         try:
             said = json.loads((folder / "metadata.json").read_text())
         except (OSError, ValueError):
@@ -66,6 +66,12 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of a DCP checkpoint, and the small values in it."""
     if not (folder / dcp.METADATA).exists() and (names := shard_names(folder)):
         return _open_shards(folder, names)
+    if (folder / "common.pt").is_file() and options.given.format is None:
+        raise CorruptError(
+            f"{folder}: common.pt is Megatron's, and metadata.json, which its save ends with, is "
+            "missing. Copy it again, or use an earlier iteration; --from dcp reads the tensors "
+            "alone."
+        )
     inner = [f for f in (MODEL_FOLDER, OPTIMIZER_FOLDER) if (folder / f).is_dir()]
     if inner and not (folder / dcp.METADATA).exists():
         kind, folders = "accelerate", (MODEL_FOLDER, OPTIMIZER_FOLDER)

@@ -85,6 +85,7 @@ def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> D
     form = _form(native, aim, options)
     style = _style(native, aim, options)
     tensors = _tensors(source, native, aim, options, form)
+    _check_like(options, tensors)
     items, keys = _items(native, aim, style, tensors, form)
     objects, object_fates, losses = _objects(source, native, aim, style, tensors)
     drafts, places, pieces = _files(native, items, keys, objects, aim)
@@ -208,6 +209,25 @@ def _tensors(
         if needed and made not in out and param in present:
             out[made] = _target(made, present[param], aim, named("float32"))
     return out
+
+
+def _check_like(options: WriteOptions, tensors: Mapping[TensorId, LogicalTensor]) -> None:
+    """Raises CoverageError where the weights are not those of a Megatron reference."""
+    like = options.like
+    if like is None or not isinstance(like.native, Run):
+        return
+    theirs = like.layout.tensors
+    for tensor in sorted(t for t in theirs.keys() | tensors.keys() if t.slot == PARAM):
+        ours, wanted = (_shown(held.get(tensor)) for held in (tensors, theirs))
+        if ours != wanted:
+            raise CoverageError(
+                f"{tensor}: written as {ours}, the reference {like.path} has {wanted}. It is of "
+                "another model: give the degrees with --to instead."
+            )
+
+
+def _shown(logical: LogicalTensor | None) -> str:
+    return "none" if logical is None else f"{logical.dtype} {list(logical.extent)}"
 
 
 def _own_masters(native: Run, tensors: Mapping[TensorId, LogicalTensor]) -> bool:

@@ -54,6 +54,8 @@ def goal(source: Checkpoint, run: Run, target: Target, options: WriteOptions) ->
         raise UsageError("samples=N: the source is Megatron's and says how many it has consumed")
     notes: list[str] = []
     base = like.topology if like else Topology(dp=run.topology.dp)
+    if not run.model.experts:
+        base = replace(base, etp=None)  # Megatron saves one that follows tp
     wanted = topology(target.degrees, base)
     if wanted.dp is None or "dp" not in target.degrees:
         found = replace(wanted, dp=wanted.dp)
@@ -102,7 +104,7 @@ def _pipeline(
             raise UsageError(f"split={chosen['split']}: write layers per stage as 3-5")
         counts = [int(n) for n in chosen["split"].split("-")]
         pipe = stages.own_stages(split_stages(counts, layers, wanted.pp, wanted.vpp), layers, mtp)
-        return pipe, {**flags, **_split_flags(counts, wanted)}
+        return pipe, {**flags, **_split_flags(counts, wanted, mtp)}
     first, last = _count(chosen, "first"), _count(chosen, "last")
     layout = chosen.get("layout")
     flags |= {
@@ -124,18 +126,19 @@ def _count(chosen: Mapping[str, str], name: str) -> int | None:
     return int(chosen[name])
 
 
-def _split_flags(counts: list[int], wanted: Topology) -> dict[str, object]:
+def _split_flags(counts: list[int], wanted: Topology, mtp: int) -> dict[str, object]:
     """How Megatron is told of a split: first and last counts where the middle is even."""
     if len(set(counts)) == 1:
         return {}
     inner = counts[1:-1]
-    if wanted.vpp == 1 and len(set(inner)) <= 1 and len(counts) > 1:
+    # a first or last count of 0 is refused: transformer_config.py __post_init__ @ core_v0.16.1
+    if wanted.vpp == 1 and len(set(inner)) <= 1 and len(counts) > 1 and all(counts):
         return {
             "decoder_first_pipeline_num_layers": counts[0],
             "decoder_last_pipeline_num_layers": counts[-1],
         }
     parts = ["t" * n for n in counts]
-    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * mtp + "L"
     return {"pipeline_model_parallel_layout": "|".join(parts)}
 
 

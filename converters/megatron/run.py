@@ -18,7 +18,7 @@ from reshard.topology import Topology
 from . import names
 from .carry import Carried, plain, tensor_of
 from .rng import RankOfRng, derive
-from .sizes import Sizes
+from .sizes import Sizes, sizes
 from .stages import Pipeline
 
 #: Globals that Megatron's own loader needs in what we write; nothing else is ever written.
@@ -289,6 +289,13 @@ def target_args(
     values: dict[str, object] = {}
     fates: list[Fate] = []
     losses: list[Loss] = []
+    vocab, counted = run.model.vocab, sizes(run.args).vocab
+    if vocab is not None and counted is not None and vocab != counted:
+        added = counted - int(str(run.args["vocab_size"]))  # the NullTokenizer's token
+        rewritten["vocab_size"] = vocab - added
+        if vocab < counted:
+            detail = f"rows {vocab} to {counted - 1} count as true in the args; left out, as asked"
+            losses.append(Loss("rows-dropped", "vocabulary", detail))
     for name, value in run.args.items():
         if name in rewritten:
             kind = "keep" if plain(value) == plain(rewritten[name]) else "remap"

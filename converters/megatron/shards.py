@@ -145,7 +145,9 @@ def check_degrees(model: Sizes, topology: Topology) -> None:
         divide(model.ffn, topology.tp, "mlp.linear_fc1", "ffn", "tp")
     if model.experts is None:
         if topology.ep > 1 or topology.etp not in (None, topology.tp):
-            raise LayoutError(f"the model has no experts; ep={topology.ep} cannot be")
+            raise LayoutError(
+                f"the model has no experts; ep={topology.ep}, etp={topology.expert_tp} cannot be"
+            )
         return
     divide(model.experts, topology.ep, "mlp.experts", "experts", "ep")
     if model.moe_ffn is not None:

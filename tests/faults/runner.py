@@ -56,6 +56,7 @@ class Case:
         self.options = [*spec.get("options", ())]
         self.command = ["convert", spec["source"], str(self.out), "--to", spec["to"]]
         self.every = spec.get("every", 1)  # of the pwrites, one in this many; all else always
+        self.kills = spec.get("kills", 1)  # of the pwrites, a kill at one in this many
         self.bad: list[str] = []
         self.runs = 0
         self._old: Path | None = None
@@ -220,6 +221,8 @@ class Case:
         """Killed before every operation, with torn writes between; then the same command."""
         finished = set(self.numbers())
         for n, name in enumerate(self.log, 1):
+            if name == "pwrite" and n % self.kills and n not in finished:
+                continue
             torn = name in ("write", "pwrite") and n % 2 == 0
             self.fresh()
             what = f"{'torn by a' if torn else 'a'} kill at {n} ({name})"
@@ -236,7 +239,7 @@ class Case:
         self.fresh()
         self.run(seam.kill(half))
         log = self.run(lambda n, name, args: None).log
-        for n in range(1 + half % 3, len(log) + 1, max(3, len(log) // 25)):
+        for n in range(1 + half % 3, len(log) + 1, max(3, len(log) // 15)):
             self.fresh()
             self.run(seam.kill(half))
             what = f"a kill at {half}, then at {n} ({log[n - 1]})"

@@ -65,7 +65,8 @@ def test_every_operation(name: str, unpacked: Callable[[str], Path], memory: Pat
         "work": str(memory / name),
         "to": case["to"],
         "options": case["options"],
-        "every": 1 if ALL else 10,
+        "every": 1 if ALL else 20,
+        "kills": 1 if ALL or name in ("megatron", "dcp") else 6,
         "trials": EVERYTHING if ALL else case["trials"],
     }
     done = subprocess.run(

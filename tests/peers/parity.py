@@ -67,7 +67,7 @@ def judge(cases: Sequence[ParityCase], folder: Path) -> dict[str, dict[str, Any]
 
     Keys: error (None, or the ranks' tracebacks), first (the step after the load or save), steps
     (the counters that occur), options (decay, betas and eps of each group), and of the `steps` at
-    the end losses, norms and lrs.
+    the end losses, norms and lrs; `before` has losses and norms of the steps before the save.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted, found = folder / "cases.json", folder / "results.jsonl"

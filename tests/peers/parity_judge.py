@@ -364,7 +364,9 @@ def run_rank(case: Case, rank: int, meet: str, out: Path) -> None:
                     "name": case["name"], "error": None, "first": at, **found,
                     "losses": [s["loss"] for s in after], "norms": [s["norm"] for s in after],
                     "lrs": [s["lr"] for s in after],
-                    "before": [s["loss"] for s in before],
+                    "before": {
+                        "losses": [s["loss"] for s in before], "norms": [s["norm"] for s in before]
+                    },
                 }
             )
         )  # fmt: skip
