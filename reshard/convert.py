@@ -285,7 +285,13 @@ def convert(
     digest = plan_digest(planned)
     final = place / planned.target.folder
     before = manifest.read(final) if final.is_dir() else None
-    if before is not None and before.get("plan") == digest:
+    changed = _changed(final, planned.target.drafts)
+    if before is not None and before.get("plan") == digest and changed and not options.overwrite:
+        raise TargetError(
+            f"{final} was written by this plan, and {changed} since. Give --overwrite to write it "
+            "again."
+        )
+    if before is not None and before.get("plan") == digest and not changed:
         _finish(planned, place, digest, options)
         return {**plan_report(planned, place), "status": "ok", "already": True, "path": str(final)}
     if Path(source).is_dir():  # a file's folder may hold anything
@@ -306,6 +312,17 @@ def convert(
     except BaseException:
         staging.discard()
         raise
+
+
+def _changed(final: Path, drafts: Sequence[Draft]) -> str | None:
+    """What has become of a file of a finished target, by its size; None if all are there."""
+    for draft in drafts:
+        path = final / draft.name
+        if not path.is_file():
+            return f"{draft.name} has gone"
+        if path.stat().st_size != draft.size:
+            return f"{draft.name} has changed from {draft.size} to {path.stat().st_size} bytes"
+    return None
 
 
 def _place(target: Path) -> Path:

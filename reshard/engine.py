@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from reshard.box import Box
 from reshard.checksums import KINDS
-from reshard.errors import ReplicaError
+from reshard.errors import ReplicaError, UsageError
 from reshard.files import Files, as_bytes, blocks, is_dense
 from reshard.fingerprint import Sum
 from reshard.format import Loss
@@ -26,6 +26,8 @@ Array = npt.NDArray[Any]
 
 #: Bytes of the budget that one block may take: a block is held as read, as cast, and as written.
 _SHARE = 8
+#: Bytes below which a budget or a block costs more in calls than in bytes.
+_LEAST, _LEAST_BLOCK = 1 << 20, 1 << 12
 
 
 @dataclass(slots=True)
@@ -37,8 +39,15 @@ class Moved:
 
 
 def block_elements(memory: int, block: int, workers: int) -> int:
-    """Elements of one block, for the widest dtype (8 bytes), within the memory budget."""
-    return max(1, min(block, memory // (_SHARE * max(1, workers))) // 4)
+    """Elements of one block, for the widest dtype (8 bytes), within the memory budget.
+
+    Raises UsageError for a budget or block too small to work with.
+    """
+    if memory < _LEAST or block < _LEAST_BLOCK:
+        raise UsageError(
+            f"--memory {memory} and --block {block} bytes: at least {_LEAST} and {_LEAST_BLOCK}"
+        )
+    return max(_LEAST_BLOCK, min(block, memory // (_SHARE * max(1, workers)))) // 4
 
 
 class Checksums:

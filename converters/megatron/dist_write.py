@@ -361,7 +361,8 @@ def extra_states(
         return
     layers = need(native.model.layers, "layers")
     experts = native.model.experts or 1
-    model = replace(native.model, experts_form=_experts_form(native, aim))
+    # tied or not, an output layer has no extra state here
+    model = replace(native.model, experts_form=_experts_form(native, aim), tied=False)
     for chunk in (c for row in aim.pipeline.chunks for c in row):
         entries = names.legacy_entries(model, chunk, spec=aim.spec)
         for legacy, canonical in entries:

@@ -51,8 +51,11 @@ class Opened:
         """Whether the file holds FusedAdam's layout: no step count per parameter."""
         optimizer = self.state.get("optimizer") or {}
         if isinstance(optimizer, dict):
-            optimizer = [optimizer] if "optimizer" in optimizer else list(optimizer.values())
-        states = [one["optimizer"].get("state") or {} for one in optimizer if "optimizer" in one]
+            alone = optimizer.keys() & {"optimizer", "param_groups"}
+            optimizer = [optimizer] if alone else list(optimizer.values())
+        # FP32Optimizer's state is that of Adam itself
+        inner = (one if "param_groups" in one else one.get("optimizer", {}) for one in optimizer)
+        states = [one.get("state") or {} for one in inner]
         per_param = any("common_step" in state for state in states) or any(
             "step" in slots
             for state in states

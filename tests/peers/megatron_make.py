@@ -113,6 +113,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
     },
     "mtp": {"mtp_num_layers": 1},
+    "fp32": {
+        "num_layers": 2,
+        "encoder_num_layers": 2,
+        "bf16": False,
+        "params_dtype": torch.float32,
+    },
     "gpt": {
         "swiglu": False,
         "normalization": "LayerNorm",

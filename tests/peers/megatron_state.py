@@ -91,6 +91,10 @@ def owned_params(optimizer: Any) -> Iterator[OwnedParam]:
             state["master"] = state.pop("param")
             yield OwnedParam(param, tensors_of(state), part.start, part.end)
         return
+    if not hasattr(optimizer, "float16_groups"):  # FP32Optimizer: weights are their own masters
+        for param in optimizer.get_parameters():
+            yield OwnedParam(param, tensors_of(optimizer.optimizer.state[param]), 0, param.numel())
+        return
     pairs = [
         pair
         for group in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
