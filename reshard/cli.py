@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import signal
 import sys
@@ -156,6 +157,9 @@ def _guarded(f: Callable[..., int]) -> Callable[..., None]:
                 print(json.dumps({"status": "refused", "error": kind, "message": str(error)}))
             print(f"reshard: {type(error).__name__}: {_printable(str(error))}", file=sys.stderr)
             sys.exit(error.exit_code)
+        except BrokenPipeError:  # the reader of our output has left, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
         except OSError as error:
             if kwargs.get("as_json"):
                 print(json.dumps({"status": "failed", "error": "OSError", "message": str(error)}))

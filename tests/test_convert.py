@@ -385,3 +385,23 @@ def test_memory_stays_within_the_budget(tmp_path: Path, budget: int, bound: int)
     )
     assert int(done.stdout) / 1024 < bound
     shutil.rmtree(tmp_path)
+
+
+def test_an_extra_state_with_content_is_a_loss(dist: Path, tmp_path: Path) -> None:
+    """fp8 scales of Transformer Engine are pickles that its loader runs: never written on."""
+    metadata = dcp.read_metadata(dist)
+    key = next(k for k in metadata.objects if "_extra_state" in k)
+    made = dcp.distcp_file("more.distcp", [dcp.ObjectItem(key, [b"scales"])])
+    (dist / "more.distcp").write_bytes(b"".join(d for _, d in made.draft.literals))
+    objects = {**metadata.objects, key: made.places[0]}
+    (dist / ".metadata").write_bytes(dcp.MetadataDraft(metadata.tensors, objects).pickled())
+    file = torchfile.load(dist / "common.pt", "common.pt")
+    root: Any = dict(file.root)  # type: ignore[call-overload]
+    root["args"].state["transformer_impl"] = "transformer_engine"
+    draft, _ = torchfile.draft("common.pt", root, allow=ANYTHING, values=file.values())
+    raw = bytearray(draft.size)
+    for offset, data in draft.literals:
+        raw[offset : offset + len(data)] = data
+    (dist / "common.pt").write_bytes(raw)
+    report = reshard.plan(dist, "tp2pp4")
+    assert [x["code"] for x in report["losses"]].count("extra-state-dropped") == 1

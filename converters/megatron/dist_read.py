@@ -12,6 +12,7 @@ from reshard.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.containers import dcp, torchfile
 from reshard.containers.dcp import Metadata
+from reshard.containers.inert import TensorRef
 from reshard.containers.small import JSON, read_small
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, FormatError, ReshardError
@@ -23,11 +24,11 @@ from reshard.topology import Topology, topology
 from . import flattened_read, names, nemo, objects, old_args, precision_aware, run, zarr_read
 from .bucket_read import bucket_tensors
 from .buckets import bucket_key
-from .carry import Carried, carry, fields_of, mapping, scalar, sequence
+from .carry import Carried, carry, fields_of, mapping, plain, scalar, sequence
 from .dp_zero_read import is_dp_zero, object_tensors
 from .flattened_read import Grid
 from .run import Optimizer, Options, Run
-from .sizes import LEGACY_GROUPED, Sizes, sizes
+from .sizes import LEGACY_GROUPED, LOCAL, Sizes, sizes
 from .stages import Pipeline, pipeline_of_args
 
 NAME = "megatron"
@@ -182,7 +183,7 @@ def _native(
         optimizer=None if options.weights_only else _optimizer(common, root, folder, metadata),
         spec=model.spec,
         style=_style(read.sources, root),
-        extra_states=_extra_states(folder, metadata),
+        extra_states=_extra_states(folder, metadata, model.spec),
         rng=_rng(folder, metadata),
         rng_grid=_rng_grid(metadata),
         mla_down=_mla_down(metadata, read.sources),
@@ -432,14 +433,26 @@ def _bucket_optimizer(folder: Path, places: Mapping[str, dcp.Place]) -> Optimize
     return Optimizer(tuple(groups), run.common_step(steps), True, True, chained=len(first) > 1)
 
 
-def _extra_states(folder: Path, metadata: Metadata) -> dict[str, object]:
-    """`_extra_state` objects, read only where they are more than the usual empty one."""
+def _extra_states(folder: Path, metadata: Metadata, spec: str | None) -> dict[str, object]:
+    """`_extra_state` objects by key: None for one without content, else a few words on it.
+
+    The local spec has none of its own; Transformer Engine keeps fp8 scales there.
+    """
     out: dict[str, object] = {}
-    for key in metadata.objects:
+    for key, place_ in metadata.objects.items():
         m = _OBJECT.fullmatch(key)
-        if m is not None and m[1].endswith(names.EXTRA_STATE):
-            out[key] = metadata.objects[key]
+        if m is None or not m[1].endswith(names.EXTRA_STATE):
+            continue
+        found = None if spec == LOCAL else dcp.read_object(folder, place_, key)
+        out[key] = None if _is_empty(found) else str(plain(found))[:80]
     return out
+
+
+def _is_empty(state: object) -> bool:
+    """Whether an extra state says nothing: None, or a tensor without elements."""
+    if isinstance(state, (list, tuple)):
+        return all(_is_empty(s) for s in state)
+    return state is None or (isinstance(state, TensorRef) and 0 in state.shape)
 
 
 def _rng(folder: Path, metadata: Metadata) -> dict[tuple[int, ...], Carried]:

@@ -338,6 +338,11 @@ def _objects(
         obj, keys = numbered([state.obj])
         values = {keys[k]: v for k, v in state.values.items() if k in keys}
         out.setdefault(rank, []).append(ObjectItem(name, obj, run.ALLOWED, values))
+    said = [f"{k}: {v}" for k, v in native.extra_states.items() if v is not None]
+    if said:
+        detail = f"{len(said)} extra states (fp8 scales) written empty, as {said[0]}"
+        fates = [*fates, Fate("_extra_state", "drop", detail)]
+        losses = [*losses, Loss("extra-state-dropped", "_extra_state", detail)]
     return out, fates, losses
 
 

@@ -99,7 +99,8 @@ class Run:
     optimizer: Optimizer | None
     spec: str | None
     style: names.Style | None = None  # torch_dist spelling, where the source shows it
-    extra_states: Mapping[str, object] = field(default_factory=dict)  # dist key -> inert object
+    #: torch_dist key of every extra state -> None, or words on what it holds beyond nothing
+    extra_states: Mapping[str, object] = field(default_factory=dict)
     rng: Mapping[tuple[int, ...], Carried] = field(default_factory=dict)  # by grid position
     rng_grid: tuple[int, ...] = ()  # (pp, tp) or (pp, tp, dp)
     mla_down: bool | None = None  # whether MLA's down projections are cut, where files show it
