@@ -1,0 +1,244 @@
+"""Real Megatron checkpoints of kinds that the other sets lack, and what a hurried user does."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reshard
+from reshard.containers import torchfile
+from reshard.errors import (
+    CorruptError,
+    CoverageError,
+    LayoutError,
+    ReshardError,
+    TargetError,
+    UsageError,
+)
+
+Unpack = Callable[[str], Path]
+LLAMA, FP32 = "megatron/h-llama-tp2pp2", "megatron/made-fp32-tp2"
+
+
+def common_of(run: Path) -> dict[str, Any]:
+    """What common.pt of a run folder's only iteration holds."""
+    (path,) = run.glob("iter_*/common.pt")
+    root = torchfile.load(path, "common.pt").root
+    assert isinstance(root, dict)
+    return root
+
+
+def args_of(run: Path) -> dict[str, Any]:
+    """The args in common.pt."""
+    state = common_of(run)["args"].state
+    assert isinstance(state, dict)
+    return state
+
+
+# --- fp32 runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "through", ["megatron:pp2", "megatron-legacy:tp2", "universal", "megatron:optim=fully_reshardable"]
+)
+def test_an_fp32_run_crosses_every_form(unpacked: Unpack, tmp_path: Path, through: str) -> None:
+    """FP32Optimizer keeps no masters; its state in common.pt is that of Adam itself."""
+    source = unpacked(FP32) / "dist"
+    reshard.convert(source, tmp_path / "there", through)
+    assert reshard.diff(source, tmp_path / "there").equal
+    reshard.convert(tmp_path / "there", tmp_path / "back", "megatron:tp1,optim=non_distributed")
+    assert reshard.diff(source, tmp_path / "back").equal
+    assert common_of(tmp_path / "back")["optimizer"].keys() == {"state", "param_groups"}
+    assert {slot for _, slot in reshard.open(tmp_path / "back").logical} == {
+        "param", "exp_avg", "exp_avg_sq", "step"
+    }  # fmt: skip
+
+
+def test_a_distributed_optimizer_has_masters_of_fp32_weights(
+    unpacked: Unpack, tmp_path: Path
+) -> None:
+    reshard.convert(unpacked(FP32) / "dist", tmp_path / "out", "optim=fully_reshardable")
+    found = reshard.open(tmp_path / "out").logical
+    masters = [name for name, slot in found if slot == "master"]
+    assert len(masters) == sum(slot == "exp_avg" for _, slot in found)
+    for name in masters:
+        whole = (found[name, slot][...].tobytes() for slot in ("param", "master"))
+        assert next(whole) == next(whole)
+
+
+def test_narrowed_fp32_weights_leave_their_bits_in_masters(
+    unpacked: Unpack, tmp_path: Path
+) -> None:
+    source = unpacked(FP32) / "dist"
+    reshard.convert(source, tmp_path / "out", "tp1", dtype="bf16")
+    before, after = reshard.open(source).logical, reshard.open(tmp_path / "out").logical
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    assert after[name, "param"].dtype.name == "bfloat16"
+    assert after[name, "master"][...].tobytes() == before[name, "param"][...].tobytes()
+
+
+# --- pipelines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fixture", "to", "layout"),
+    [
+        (LLAMA, "pp2,split=0-4", "E|ttttL"),
+        (LLAMA, "pp2vpp2,split=1-2-0-1", "Et|tt||tL"),
+        ("megatron/h-mtp-pp2", "pp4,split=2-1-0-1", "Ett|t||tmL"),
+    ],
+)
+def test_a_split_that_only_a_layout_can_say(
+    unpacked: Unpack, tmp_path: Path, fixture: str, to: str, layout: str
+) -> None:
+    """Megatron refuses a first or last stage of 0 layers as a number, and wants MTP placed."""
+    source = unpacked(fixture) / "dist"
+    for form in ("megatron", "megatron-legacy"):  # legacy is read back by what its args say
+        reshard.convert(source, tmp_path / form, f"{form}:{to}")
+        assert reshard.diff(source, tmp_path / form).equal
+    args = args_of(tmp_path / "megatron")
+    assert args["pipeline_model_parallel_layout"] == layout
+    assert args["decoder_first_pipeline_num_layers"] is None
+    assert args["decoder_last_pipeline_num_layers"] is None
+
+
+# --- references ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("like", "what"),
+    [
+        ("h-mtp-pp2", r"mtp\.layers\.0\.eh_proj.weight.*written as none"),
+        ("a-tp1pp1", r"written as .*, the reference"),
+        ("made-fp32-tp2", r"written as bfloat16 .* has float32"),
+    ],
+)
+def test_a_reference_of_another_model_is_refused(
+    unpacked: Unpack, tmp_path: Path, like: str, what: str
+) -> None:
+    with pytest.raises(CoverageError, match=what):
+        reshard.convert(
+            unpacked(LLAMA) / "dist", tmp_path / "out", like=unpacked(f"megatron/{like}") / "dist"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reference_gives_what_the_target_leaves_open(unpacked: Unpack, tmp_path: Path) -> None:
+    """Its expert-TP follows its TP in a dense model, and is not the target's."""
+    source, like = (unpacked(f"megatron/{n}") / "dist" for n in ("h-llama-tp2pp2", "b-tp2pp2dp2"))
+    like = unpacked("megatron/h-llama-tp2pp1dp2-fr") / "dist"
+    reshard.convert(source, tmp_path / "out", "tp1pp4", like=like)
+    assert args_of(tmp_path / "out")["expert_tensor_parallel_size"] == 1
+    with pytest.raises(LayoutError, match="ep=1, etp=2"):
+        reshard.convert(source, tmp_path / "no", "etp2")
+
+
+# --- the vocabulary ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, -5])
+def test_a_vocabulary_of_nothing_is_refused(unpacked: Unpack, tmp_path: Path, rows: int) -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        reshard.convert(unpacked(LLAMA) / "dist", tmp_path / "out", "tp1", vocab_size=rows)
+
+
+@pytest.mark.parametrize("form", ["megatron", "megatron-legacy"])
+def test_a_smaller_vocabulary_is_a_loss_and_stands_in_the_args(
+    unpacked: Unpack, tmp_path: Path, form: str
+) -> None:
+    """The args of the source count 109; what is written must open by its own args."""
+    source = unpacked(LLAMA) / "dist"
+    report = reshard.convert(source, tmp_path / "out", f"{form}:tp1", vocab_size=50)
+    assert {x["code"] for x in report["losses"]} >= {"rows-dropped"}
+    found = reshard.open(tmp_path / "out").logical["embedding.word_embeddings.weight", "param"]
+    assert found.shape == (50, 40)
+
+
+# --- hands in a hurry ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": ""}, "--to is empty"),
+        ({"like": ""}, "--like is empty"),
+        ({"to": "tp1", "given": ""}, "--from is empty"),
+        ({"to": "tp1", "dtype": "int8"}, "floating-point"),
+        ({"to": "tp1", "dtype": "complex64"}, "floating-point"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(
+    unpacked: Unpack, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        reshard.convert(unpacked(LLAMA) / "dist", tmp_path / "out", **options)
+
+
+def test_here_and_above_are_targets(
+    unpacked: Unpack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = unpacked(LLAMA) / "dist"
+    below = tmp_path / "run" / "below"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    reshard.convert(source, ".", "tp1")
+    reshard.convert(source, "..", "pp2")
+    for where in (".", ".."):
+        assert reshard.diff(source, where).equal
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(UsageError, match="path of the checkpoint is empty"):
+        reshard.open("")
+
+
+def test_a_target_inside_a_finished_checkpoint_is_refused(unpacked: Unpack, tmp_path: Path) -> None:
+    source = unpacked(LLAMA) / "dist"
+    reshard.convert(source, tmp_path / "out", "tp1")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TargetError, match="is a checkpoint itself"):
+        reshard.convert(source, tmp_path / "out" / "iter_0000003", "tp1")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut short"])
+def test_a_finished_target_that_has_lost_a_file_is_not_called_finished(
+    unpacked: Unpack, tmp_path: Path, damage: str
+) -> None:
+    source, out = unpacked(LLAMA) / "dist", tmp_path / "out"
+    reshard.convert(source, out, "tp1")
+    file = out / "iter_0000003" / "__0_0.distcp"
+    whole = file.read_bytes()
+    file.unlink()
+    if damage == "cut short":
+        file.write_bytes(whole[:-1])
+    with pytest.raises(TargetError, match=r"__0_0\.distcp has .* since.*--overwrite"):
+        reshard.convert(source, out, "tp1")
+    reshard.convert(source, out, "tp1", overwrite=True)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("metadata.json", r"common\.pt is Megatron's, and metadata\.json"),
+        (".metadata", r"no \.metadata"),
+        ("common.pt", r"neither common\.pt"),
+    ],
+)
+def test_a_half_copied_checkpoint_says_what_is_missing(
+    unpacked: Unpack, tmp_path: Path, missing: str, message: str
+) -> None:
+    """Without metadata.json it must not pass for a bare DCP folder, whose optimizer nobody names."""
+    source = tmp_path / "source"
+    shutil.copytree(unpacked(LLAMA) / "dist", source, copy_function=shutil.copyfile)
+    (source / "iter_0000003" / missing).unlink()
+    for use in (reshard.open, lambda s: reshard.convert(s, tmp_path / "out", "tp1")):
+        with pytest.raises(CorruptError, match=message):
+            use(source)
+    if missing == "metadata.json":
+        assert reshard.open(source, "dcp").steps == {}
+    with pytest.raises(ReshardError):
+        reshard.open(source / "iter_0000003" / missing)
