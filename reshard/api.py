@@ -192,14 +192,23 @@ def open(  # the name users expect
 
 def plan(source: str | Path, to: str | None = None, **options: Any) -> dict[str, Json]:
     """What convert would do, as `reshard plan --json` prints it."""
-    return plan_report(make_plan(source, Options(to=to, **options)))
+    return plan_report(make_plan(source, _options(to, options)))
 
 
 def convert(
     source: str | Path, target: str | Path, to: str | None = None, **options: Any
 ) -> dict[str, Json]:
     """Convert; the report of `reshard convert --json`. Options are those of `convert.Options`."""
-    return _convert(source, target, Options(to=to, **options))
+    return _convert(source, target, _options(to, options))
+
+
+def _options(to: str | None, given: Mapping[str, Any]) -> Options:
+    """Options as on the command line: a path may be a Path, one pattern may stand alone."""
+    made: dict[str, Any] = {k: str(v) if isinstance(v, Path) else v for k, v in given.items()}
+    for name in ("include", "exclude"):
+        if isinstance(made.get(name), str):
+            made[name] = (made[name],)
+    return Options(to=to, **made)
 
 
 def verify(path: str | Path, **options: Any) -> dict[str, Json]:

@@ -93,6 +93,7 @@ TRUTHS = [
     "made-gpt-tied-pp2dp2-dpr",
     "made-gpt-tied-pp2-buckets-dpr",
     "made-llama-pp2vpp2-dpr",
+    "made-fp32-tp2",
 ]
 _SLOT = {"model": "param", "master": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 

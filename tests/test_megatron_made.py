@@ -43,15 +43,16 @@ def args_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "through", ["megatron:pp2", "megatron-legacy:tp2", "universal", "megatron:optim=fully_reshardable"]
+    "through",
+    ["megatron:pp2", "megatron-legacy:tp2", "universal", "megatron:optim=fully_reshardable"],
 )
 def test_an_fp32_run_crosses_every_form(unpacked: Unpack, tmp_path: Path, through: str) -> None:
     """FP32Optimizer keeps no masters; its state in common.pt is that of Adam itself."""
     source = unpacked(FP32) / "dist"
     reshard.convert(source, tmp_path / "there", through)
-    assert reshard.diff(source, tmp_path / "there").equal
+    assert reshard.diff(source, tmp_path / "there")["differences"] == []
     reshard.convert(tmp_path / "there", tmp_path / "back", "megatron:tp1,optim=non_distributed")
-    assert reshard.diff(source, tmp_path / "back").equal
+    assert reshard.diff(source, tmp_path / "back")["differences"] == []
     assert common_of(tmp_path / "back")["optimizer"].keys() == {"state", "param_groups"}
     assert {slot for _, slot in reshard.open(tmp_path / "back").logical} == {
         "param", "exp_avg", "exp_avg_sq", "step"
@@ -99,7 +100,7 @@ def test_a_split_that_only_a_layout_can_say(
     source = unpacked(fixture) / "dist"
     for form in ("megatron", "megatron-legacy"):  # legacy is read back by what its args say
         reshard.convert(source, tmp_path / form, f"{form}:{to}")
-        assert reshard.diff(source, tmp_path / form).equal
+        assert reshard.diff(source, tmp_path / form)["differences"] == []
     args = args_of(tmp_path / "megatron")
     assert args["pipeline_model_parallel_layout"] == layout
     assert args["decoder_first_pipeline_num_layers"] is None
@@ -129,7 +130,7 @@ def test_a_reference_of_another_model_is_refused(
 
 def test_a_reference_gives_what_the_target_leaves_open(unpacked: Unpack, tmp_path: Path) -> None:
     """Its expert-TP follows its TP in a dense model, and is not the target's."""
-    source, like = (unpacked(f"megatron/{n}") / "dist" for n in ("h-llama-tp2pp2", "b-tp2pp2dp2"))
+    source = unpacked(LLAMA) / "dist"
     like = unpacked("megatron/h-llama-tp2pp1dp2-fr") / "dist"
     reshard.convert(source, tmp_path / "out", "tp1pp4", like=like)
     assert args_of(tmp_path / "out")["expert_tensor_parallel_size"] == 1
@@ -178,6 +179,16 @@ def test_options_that_say_nothing_are_refused(
         reshard.convert(unpacked(LLAMA) / "dist", tmp_path / "out", **options)
 
 
+def test_the_interface_takes_paths_and_a_lone_pattern(unpacked: Unpack, tmp_path: Path) -> None:
+    source = unpacked(LLAMA) / "dist"
+    reshard.convert(source, tmp_path / "like", "tp1", like=source)  # a Path
+    pattern = "decoder.layers.0.*"
+    report = reshard.convert(source, tmp_path / "some", "tp1", include=pattern)
+    assert report == {**report, "tensors": 24}
+    names = {name for name, _ in reshard.open(tmp_path / "some").logical}
+    assert all(name.startswith("decoder.layers.0.") for name in names)
+
+
 def test_here_and_above_are_targets(
     unpacked: Unpack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +199,7 @@ def test_here_and_above_are_targets(
     reshard.convert(source, ".", "tp1")
     reshard.convert(source, "..", "pp2")
     for where in (".", ".."):
-        assert reshard.diff(source, where).equal
+        assert reshard.diff(source, where)["differences"] == []
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
     with pytest.raises(UsageError, match="path of the checkpoint is empty"):
         reshard.open("")
@@ -231,7 +242,7 @@ def test_a_finished_target_that_has_lost_a_file_is_not_called_finished(
 def test_a_half_copied_checkpoint_says_what_is_missing(
     unpacked: Unpack, tmp_path: Path, missing: str, message: str
 ) -> None:
-    """Without metadata.json it must not pass for a bare DCP folder, whose optimizer nobody names."""
+    """Without metadata.json it must not pass for a bare DCP folder, whose optimizer has no name."""
     source = tmp_path / "source"
     shutil.copytree(unpacked(LLAMA) / "dist", source, copy_function=shutil.copyfile)
     (source / "iter_0000003" / missing).unlink()

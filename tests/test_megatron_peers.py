@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
         {"ep": 4},
         {"floor": ("h-moe-pp2ep2", {"pp": 1, "ep": 4})},
     ),
+    "fp32 to pp2": ("made-fp32-tp2", "pp2tp1", {"pp": 2}, {}),
     "tied to tp2": (
         "made-gpt-tied-pp2dp2-dpr",
         "tp2pp1",

@@ -378,7 +378,7 @@ def _optimizer(
     steps: list[float | None] = []
     in_groups = False
     for member in listed:
-        inner = member  # FP32Optimizer's state is that of Adam itself; fixture made-fp32
+        inner = member  # FP32Optimizer's state is that of Adam itself; fixture made-fp32-tp2
         if "param_groups" not in member:
             inner = mapping(member.get("optimizer"), f"{folder}: optimizer.optimizer")
         for group in sequence(inner.get("param_groups"), f"{folder}: param_groups"):

@@ -234,7 +234,7 @@ def _own_masters(native: Run, tensors: Mapping[TensorId, LogicalTensor]) -> bool
     """Whether the run trains in fp32, with FP32Optimizer unless its optimizer is distributed.
 
     Source: get_megatron_optimizer in megatron/core/optimizer/__init__.py @ core_v0.16.1; fixture
-    made-fp32.
+    made-fp32-tp2.
     """
     trained = (t.name for t in tensors if t.slot == "exp_avg")
     narrow = any(tensors[TensorId(name, PARAM)].dtype.itemsize < 4 for name in trained)
