@@ -52,7 +52,9 @@ class Opened:
         optimizer = self.state.get("optimizer") or {}
         if isinstance(optimizer, dict):
             alone = optimizer.keys() & {"optimizer", "param_groups"}
-            optimizer = [optimizer] if alone else list(optimizer.values())
+            # a dp_reshardable one keeps nothing here but the name of its form
+            members = [one for one in optimizer.values() if isinstance(one, dict)]
+            optimizer = [optimizer] if alone else members
         # FP32Optimizer's state is that of Adam itself
         inner = (one if "param_groups" in one else one.get("optimizer", {}) for one in optimizer)
         states = [one.get("state") or {} for one in inner]
