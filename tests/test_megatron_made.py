@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import reshard
 from reshard.containers import torchfile
+from reshard.converters.megatron import run
 from reshard.errors import (
     CorruptError,
     CoverageError,
@@ -19,6 +21,7 @@ from reshard.errors import (
     TargetError,
     UsageError,
 )
+from reshard.topology import Topology
 
 Unpack = Callable[[str], Path]
 LLAMA, FP32 = "megatron/h-llama-tp2pp2", "megatron/made-fp32-tp2"
@@ -80,6 +83,27 @@ def test_narrowed_fp32_weights_leave_their_bits_in_masters(
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     assert after[name, "param"].dtype.name == "bfloat16"
     assert after[name, "master"][...].tobytes() == before[name, "param"][...].tobytes()
+
+
+# --- random states -------------------------------------------------------------------------------
+
+
+def test_random_states_of_every_data_parallel_rank(unpacked: Unpack, tmp_path: Path) -> None:
+    """With --data-parallel-random-init a position has a list of them, which Megatron indexes."""
+    source = reshard.open(unpacked(LLAMA) / "dist").checkpoint.native
+    assert isinstance(source, run.Run)
+    own = replace(source, args={**source.args, "data_parallel_random_init": True})
+    for degrees, count in ((Topology(tp=2, pp=2, dp=1), 1), (Topology(tp=2, pp=2, dp=3), 3)):
+        grid = run.rng_grid(degrees)
+        states, (fate,), _ = run.rng_states(own, degrees, grid)
+        assert fate.kind == ("keep" if count == 1 else "derive")
+        for state in states.values():
+            assert isinstance(state.obj, list)
+            assert len(state.obj) == count
+            assert len({repr(s["random_rng_state"]) for s in state.obj}) == count
+        plain, (kept,), _ = run.rng_states(source, degrees, grid)
+        assert kept.kind == "keep"
+        assert plain == source.rng
 
 
 # --- pipelines -----------------------------------------------------------------------------------

@@ -406,7 +406,7 @@ def _rng(
     """The random states: a legacy source of the same ranks has those of the files, not of all."""
     grid = run.rng_grid(aim.topology)
     wanted = [_position(rank, aim) for rank in rank_files(aim.topology)]
-    if native.rng_grid == grid and wanted and all(p in native.rng for p in wanted):
+    if wanted and run.keeps_rng(native, aim.topology, grid, wanted):
         kept = {p: native.rng[p] for p in wanted}
         return kept, [Fate("rng_state", "keep", "the rank set is the same")], []
     return run.rng_states(native, aim.topology, grid)

@@ -347,12 +347,37 @@ def rng_grid(topology: Topology) -> tuple[int, ...]:
     return (topology.pp, topology.tp)
 
 
+def rng_copies(run: Run, topology: Topology) -> int:
+    """How many ranks' states lie at one position: every data-parallel rank's if each has its own.
+
+    Source: --data-parallel-random-init in megatron/training/checkpointing.py get_rng_state, whose
+    load takes the state of its rank from the list @ core_v0.16.1.
+    """
+    return topology.cp * data_parallel(topology) if _own_states(run, topology) else 1
+
+
+def _own_states(run: Run, topology: Topology) -> bool:
+    return bool(run.args.get("data_parallel_random_init")) and topology.ep == 1
+
+
+def keeps_rng(
+    run: Run, topology: Topology, grid: tuple[int, ...], wanted: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether the run's random states at these positions are those of the same ranks."""
+    if run.rng_grid != grid or not all(p in run.rng for p in wanted):
+        return False
+    if not _own_states(run, topology):
+        return True
+    held = [run.rng[p].obj for p in wanted]
+    return all(isinstance(x, list) and len(x) == rng_copies(run, topology) for x in held)
+
+
 def rng_states(
     run: Run, topology: Topology, grid: tuple[int, ...]
 ) -> tuple[dict[tuple[int, ...], Carried], list[Fate], list[Loss]]:
     """The random state of every position of a grid: kept for the same rank set, else derived."""
     positions = _positions(grid)
-    if run.rng and run.rng_grid == grid and all(p in run.rng for p in positions):
+    if run.rng and keeps_rng(run, topology, grid, positions):
         return (
             {p: run.rng[p] for p in positions},
             [Fate("rng_state", "keep", "the rank set is the same")],
@@ -368,8 +393,13 @@ def rng_states(
     detail = f"from seed {seed}, iteration {step}, rank and stream, for another rank set"
     made = {}
     for p in positions:
-        dp = p[2] if len(p) > 2 else 0
-        made[p] = _derived(seed, step, RankOfRng(p[0], p[1], dp), "rng/" + "/".join(map(str, p)))
+        ranks = [p[2]] if len(p) > 2 else range(rng_copies(run, topology))
+        one = [
+            _derived(seed, step, RankOfRng(p[0], p[1], dp), f"rng/{'/'.join(map(str, p))}/{dp}")
+            for dp in ranks
+        ]
+        values = {key: data for state in one for key, data in state.values.items()}
+        made[p] = Carried([state.obj for state in one], values)
     return (
         made,
         [Fate("rng_state", "derive", detail)],
@@ -393,7 +423,7 @@ def _derived(seed: int, step: int, rank: RankOfRng, key: str) -> Carried:
         "cuda_rng_state": put("cuda", found.cuda),
         "rng_tracker_states": {k: put(k, v) for k, v in found.tracker.items()},
     }
-    return Carried([state], values)
+    return Carried(state, values)
 
 
 def _positions(grid: Sequence[int]) -> list[tuple[int, ...]]:
