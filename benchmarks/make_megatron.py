@@ -99,7 +99,7 @@ def args_of(hidden: int, layers: int, at: Topology) -> dict[str, object]:
 
 def source_of(hidden: int, layers: int, at: Topology) -> Checkpoint:
     """A checkpoint without files, to be declared."""
-    from reshard.converters.megatron.carry import Carried
+    from reshard.containers.carried import Carried
     from reshard.converters.megatron.run import Optimizer, Options, Run
     from reshard.converters.megatron.sizes import sizes
     from reshard.converters.megatron.stages import pipeline

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from reshard.checkpoint import Checkpoint, consumed_samples, is_samples
 from reshard.containers import torchfile
+from reshard.containers.carried import Carried
 from reshard.errors import LossError
 from reshard.format import Fate, Loss
 from reshard.layout import Draft
@@ -15,7 +16,7 @@ from reshard.layout import Draft
 from .goal import Goal
 from .leaves import ObjectLeaf, dotted
 from .state import State
-from .values import ALLOWED, Carried, Path, own_values, plain, strangers
+from .values import ALLOWED, Path, own_values, plain, strangers
 
 _DATA = "dataloader"
 _RANK = "dp_rank_"

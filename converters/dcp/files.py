@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path as Folder
 
 from reshard.checkpoint import Checkpoint
+from reshard.containers.carried import carry
 from reshard.containers.dcp import METADATA
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
@@ -19,7 +20,7 @@ from .read import Found, build
 from .sources import SIDE, side_leaves
 from .sources import recognise as recognise_dcp
 from .trainer import OPTIMIZER, is_trainer, trainer_leaves
-from .values import Path, carry
+from .values import Path
 
 NAME = "torch"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")

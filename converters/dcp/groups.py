@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.containers.carried import Carried
 from reshard.errors import LossError
 from reshard.format import Fate
 from reshard.tensor import EXP_AVG
 
 from .state import State
-from .values import Carried, plain
+from .values import plain
 
 #: What torch 2.13's Adam and AdamW keep in a group beside lr, betas, eps and weight_decay, with
 #: their defaults; a key that is missing stops dcp.load (pytorch#146157).

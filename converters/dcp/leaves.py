@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from reshard.containers.carried import Carried
 from reshard.dtypes import DType
 from reshard.layout import Piece
 
-from .values import Carried, Path
+from .values import Path
 
 
 @dataclass(frozen=True, slots=True)

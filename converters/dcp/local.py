@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path as Folder
 
+from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import TensorRef, tensors_in
 from reshard.containers.torchfile import TorchFile
 from reshard.dtypes import DType
@@ -21,7 +22,6 @@ from .order import names_by_number
 from .pickles import FLAT, given, load
 from .shards import sharded
 from .state import STEP
-from .values import Carried, carry
 
 Shape = tuple[int, ...]
 #: FSDP1 with use_orig_params pads between parameters to this many bytes.

@@ -9,6 +9,7 @@ from pathlib import Path as Folder
 
 from reshard.box import Box
 from reshard.containers import torchfile
+from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import TensorRef, tensors_in
 from reshard.containers.torchfile import TorchFile
 from reshard.dtypes import DType
@@ -17,7 +18,7 @@ from reshard.layout import Piece
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
 from .shards import Sharded, sharded
-from .values import Carried, Path, carry, plain
+from .values import Path, plain
 
 FLAT = ("_flat_param", "flat_param")
 

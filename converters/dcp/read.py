@@ -10,6 +10,7 @@ from pathlib import Path as Folder
 import numpy as np
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.containers.carried import Carried
 from reshard.errors import CorruptError, FormatError, ReplicaError
 from reshard.files import Files
 from reshard.layout import Layout, Piece
@@ -21,7 +22,7 @@ from .names import Spelling
 from .order import names_by_number
 from .roles import Group, Roles, StateEntry, sort_leaves
 from .state import STEP, Dialect, State
-from .values import Carried, flattened, plain, scalar, tensor
+from .values import flattened, plain, scalar, tensor
 
 NAMING = "torch"
 _NUMBER = re.compile(r"(?:^|[-_=])(\d+)(?:\.ckpt)?$")

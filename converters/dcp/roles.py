@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from reshard.containers.carried import Carried
 from reshard.errors import CorruptError, FormatError
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
 from .names import Spelling, spelling
-from .values import Carried, Path
+from .values import Path
 
 #: Names under which training scripts keep a model, the likeliest first.
 #: Source: fixtures in fixtures/dcp; PyTorch DCP tutorials; Composer's `state.model`.

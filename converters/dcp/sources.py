@@ -9,6 +9,7 @@ from pathlib import Path as Folder
 
 from reshard.checkpoint import Checkpoint
 from reshard.containers import dcp, torchfile
+from reshard.containers.carried import Carried, carry
 from reshard.errors import CorruptError, FormatError, ReshardError
 from reshard.format import OpenOptions
 
@@ -16,7 +17,7 @@ from .leaves import Leaf, ObjectLeaf
 from .read import Found, build
 from .safe_stores import open_shards, shard_names
 from .stores import Store, open_store
-from .values import Carried, Path, carry
+from .values import Path
 
 NAME = "dcp"
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reshard.containers.carried import Carried
+
 from .leaves import ObjectLeaf
-from .values import Carried, Path
+from .values import Path
 
 #: The state entry that is Adam's counter, kept apart from the tensors.
 STEP = "step"

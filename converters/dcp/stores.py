@@ -9,6 +9,7 @@ from pathlib import Path as Folder
 
 from reshard.box import Box, uncovered
 from reshard.containers import dcp, torchfile
+from reshard.containers.carried import Carried, carry
 from reshard.containers.dcp import Chunk, Metadata, Place, TensorEntry
 from reshard.containers.torchfile import TorchFile
 from reshard.containers.zips import Window
@@ -17,7 +18,7 @@ from reshard.layout import Piece, StoredArray, place
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf
 from .safe_stores import is_safe, located
-from .values import Carried, Path, carry
+from .values import Path
 
 _BATCH = 256  # tensors located together
 _SMALL = 64 << 10  # bytes: blobs up to this size are read whole, equal ones parsed once

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 
 from reshard.checkpoint import Json
+from reshard.containers.carried import Carried, replaced
 from reshard.containers.inert import (
     Global,
-    Ordered,
     Record,
     TensorRef,
     globals_in,
@@ -20,14 +20,11 @@ from reshard.containers.inert import (
     tensors_in,
 )
 from reshard.containers.pickler import TORCH
-from reshard.containers.torchfile import TorchFile
 from reshard.dtypes import DType
-from reshard.errors import CorruptError
 
 #: The place of a value in a nested state dict.
 Path = tuple[str | int, ...]
 
-_SMALL = 64 << 20  # bytes: what is carried is state, not a model
 #: Globals that may be written again beside torch's own: numpy arrays, as RNG states hold them.
 #: Source: fixtures accelerate_fsdp2_w2_sharded/random_states_0.pkl, verl_fsdp2_w4/extra_state.
 ALLOWED = frozenset(
@@ -40,32 +37,6 @@ ALLOWED = frozenset(
     )
     for name in names
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """An inert object; `values` are the bytes of the storages its tensors name."""
-
-    obj: object
-    values: Mapping[str, bytes] = field(default_factory=dict)
-
-
-def carry(file: TorchFile, obj: object) -> Carried:
-    """`obj`, found in `file`, with every tensor's bytes, its storages keyed "0", "1", ….
-
-    Raises CorruptError if they are too many to be state.
-    """
-    size = sum(prod(r.shape) * r.dtype.itemsize for r in tensors_in(obj))
-    if size > _SMALL:
-        raise CorruptError(f"{file.path}: {size:,} bytes of tensors where small state is expected")
-    values: dict[str, bytes] = {}
-
-    def take(ref: TensorRef) -> TensorRef:
-        key = str(len(values))
-        values[key] = np.ascontiguousarray(file.read(ref)).tobytes()
-        return new_tensor(ref.shape, ref.dtype, key)
-
-    return Carried(_replaced(obj, take), values)
 
 
 def tensor(data: bytes, shape: tuple[int, ...], dtype: DType) -> Carried:
@@ -89,27 +60,7 @@ def renamed(part: Carried, first: int, values: dict[str, bytes]) -> object:
             values[new] = part.values[ref.key]
         return replace(ref, key=new)
 
-    return _replaced(part.obj, number)
-
-
-def _replaced(obj: object, change: Callable[[TensorRef], object]) -> object:
-    """The same tree with every tensor changed; containers keep their types."""
-    if isinstance(obj, TensorRef):
-        return change(obj)
-    if isinstance(obj, Ordered):
-        return Ordered(((k, _replaced(v, change)) for k, v in obj.items()), obj.state)
-    if isinstance(obj, dict):
-        return {k: _replaced(v, change) for k, v in obj.items()}
-    if isinstance(obj, list):
-        return [_replaced(v, change) for v in obj]
-    if isinstance(obj, tuple):
-        return tuple(_replaced(v, change) for v in obj)
-    if isinstance(obj, Record) and tensors_in(obj):
-        made = Record(obj.type, tuple(_replaced(a, change) for a in obj.args), obj.kwargs, obj.made)
-        made.state = _replaced(obj.state, change)
-        made.items, made.pairs = obj.items, obj.pairs
-        return made
-    return obj
+    return replaced(part.obj, number)
 
 
 def strangers(obj: object) -> list[str]:

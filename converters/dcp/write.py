@@ -11,6 +11,7 @@ import numpy as np
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint, Json
 from reshard.containers import dcp
+from reshard.containers.carried import Carried
 from reshard.containers.dcp import Chunk, ObjectItem, Place, TensorEntry, TensorItem
 from reshard.containers.inert import TensorRef
 from reshard.dtypes import FLOAT32, DType
@@ -27,7 +28,7 @@ from .leaves import dotted
 from .read import NAMING
 from .sources import NAME
 from .state import STEP, State
-from .values import ALLOWED, Carried, Path, own_values, tensor
+from .values import ALLOWED, Path, own_values, tensor
 
 
 @dataclass

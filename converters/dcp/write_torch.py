@@ -10,6 +10,7 @@ import numpy as np
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.containers import torchfile
+from reshard.containers.carried import Carried
 from reshard.containers.inert import Ordered, new_tensor
 from reshard.dtypes import FLOAT32
 from reshard.errors import FormatError, UsageError
@@ -25,7 +26,7 @@ from .groups import TargetGroup, target_groups
 from .leaves import dotted
 from .read import NAMING
 from .state import STEP, Dialect, State
-from .values import ALLOWED, Carried, Path, renamed, tensor
+from .values import ALLOWED, Path, renamed, tensor
 from .write import base_lrs, notes, recipe, step_fates, steps_of
 
 _FILE = "checkpoint.pt"

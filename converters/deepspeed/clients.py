@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from reshard.checkpoint import Checkpoint
+from reshard.containers.carried import Carried, carry
 
 from .goal import Goal
 from .model_read import OWN, read_model
 from .native import Native
 from .rng import derived
-from .values import Carried, carry, strange_names
+from .values import strange_names
 
 #: Entries of a client's state that are random states, by their names: each is of one rank.
 _RANDOM = ("rng", "random_state")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.checkpoint import Checkpoint, ParamGroup
+from reshard.containers.carried import Carried
 from reshard.dtypes import named
 from reshard.errors import FormatError, LayoutError, LossError, UsageError
 from reshard.format import WriteOptions
@@ -15,7 +16,7 @@ from reshard.topology import Target, Topology, topology
 from . import recut
 from .cuts import Affine
 from .native import Experts, Group, Model, Native, Pipeline
-from .values import Carried, plain
+from .values import plain
 
 #: sub_group_size of a config that does not say. Source: runtime/zero/config.py @ 0.19.8.
 SUB_GROUP_SIZE = 1_000_000_000

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reshard.containers.carried import Carried
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
 from reshard.layout import StoredArray
@@ -13,7 +14,7 @@ from reshard.layout import StoredArray
 from .folder import TagFiles
 from .model_read import ModelFile, read_model
 from .optim_read import RankState, check_alike, read_rank
-from .values import Carried, whole
+from .values import whole
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reshard.containers.carried import Carried
+
 from .cuts import Affine
-from .values import Carried
 
 Options = Mapping[str, object]
 

@@ -8,13 +8,14 @@ from math import prod
 from pathlib import Path
 
 from reshard.containers import torchfile
+from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import Record, TensorRef
 from reshard.containers.torchfile import TorchFile
 from reshard.errors import CorruptError, FormatError
 from reshard.layout import StoredArray
 from reshard.tensor import MASTER, STEP
 
-from .values import Carried, carry, mapping, number, plain, sequence, whole
+from .values import mapping, number, plain, sequence, whole
 
 #: Entries of optimizer_state_dict that hold neither tensors nor their order.
 #: Source: runtime/zero/stage_1_and_2.py state_dict, stage3.py _rigid_state_dict @ 0.19.8.

@@ -9,6 +9,7 @@ import numpy as np
 
 from reshard.box import Box
 from reshard.containers import torchfile
+from reshard.containers.carried import carry
 from reshard.containers.torchfile import TorchFile
 from reshard.errors import CorruptError, FormatError
 from reshard.files import Files
@@ -24,7 +25,7 @@ from .native import Group
 from .optim_read import GroupState, group_state, param_groups
 from .solve import Entry, Weight, solve, solve_flat
 from .table import FlatHolder, Table, WholeHolder, add_state
-from .values import carry, mapping, sequence
+from .values import mapping, sequence
 
 #: Elements of a weight that are compared with a master to tell parameters of one shape apart.
 SAMPLE = 256

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.containers.carried import Carried, carry
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
 from reshard.layout import Layout, StoredArray
@@ -28,7 +29,7 @@ from .optim_read import RankState
 from .pipeline import read_layers
 from .plain_read import plain_groups, settings_of
 from .table import FlatHolder, FragmentHolder, MatrixHolder, Table, WholeHolder, add_state
-from .values import Carried, carry, plain, strange_names
+from .values import plain, strange_names
 
 NAME = "deepspeed"
 NAMING = "torch"

@@ -8,13 +8,11 @@ from math import prod
 
 import numpy as np
 
+from reshard.containers.carried import Carried
+from reshard.containers.generator import TORCH_BYTES, torch_state
 from reshard.containers.inert import Ordered, Record, TensorRef, new_tensor
 from reshard.errors import FormatError
 
-from .values import Carried
-
-#: Bytes of torch's CPU generator state. Source: torch 2.13 aten/src/ATen/CPUGeneratorImpl.cpp.
-TORCH_BYTES = 5056
 #: Bytes of a CUDA generator's state: seed and Philox offset.
 CUDA_BYTES = 16
 
@@ -23,19 +21,6 @@ def seed_of(step: int, stream: str, rank: int) -> int:
     """A 63-bit seed that differs by step, stream and rank."""
     text = f"{step}/{stream}/rank{rank}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def torch_state(seed: int) -> bytes:
-    """What torch.manual_seed(seed); torch.get_rng_state() holds, for a CPU."""
-    state = [seed & 0xFFFFFFFF]
-    for i in range(1, 624):
-        state.append((1812433253 * (state[-1] ^ (state[-1] >> 30)) + i) & 0xFFFFFFFF)
-    head = np.zeros(TORCH_BYTES, np.uint8)
-    head[0:8] = np.frombuffer(np.uint64(seed).tobytes(), np.uint8)
-    head[8:12] = np.frombuffer(np.int32(1).tobytes(), np.uint8)  # left
-    head[12:16] = np.frombuffer(np.int32(1).tobytes(), np.uint8)  # seeded
-    head[24 : 24 + 624 * 8] = np.frombuffer(np.array(state, np.uint64).tobytes(), np.uint8)
-    return head.tobytes()
 
 
 def numpy_state(seed: int, like: object) -> tuple[object, ...]:

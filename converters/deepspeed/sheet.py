@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from reshard.containers import torchfile
+from reshard.containers.carried import Carried, replaced
 from reshard.containers.inert import Global, Record, TensorRef, new_tensor
 from reshard.dtypes import FLOAT32, DType
 from reshard.layout import Draft, StoredArray
 
-from .values import ALLOWED, Carried, replaced
+from .values import ALLOWED
 
 _ALLOWED = ALLOWED | {"torch.Size"}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, ParamGroup
 from reshard.containers import torchfile
+from reshard.containers.carried import carry
 from reshard.containers.inert import TensorRef
 from reshard.dtypes import named
 from reshard.errors import CorruptError, FormatError
@@ -27,7 +28,7 @@ from .native import Group
 from .optim_read import SETTINGS, param_groups
 from .read import NAMING, extras_of, module_tensors, native_run
 from .table import Table, add_state
-from .values import carry, mapping, number, plain, sequence, whole
+from .values import mapping, number, plain, sequence, whole
 
 NAME = "deepspeed-universal"
 #: What ds_to_universal calls the fp32 weights. Source: checkpoint/constants.py @ 0.19.8.

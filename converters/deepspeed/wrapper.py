@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, Json
 from reshard.containers import safetensors, torchfile
+from reshard.containers.carried import Carried, carry
 from reshard.errors import CorruptError
 from reshard.format import OpenOptions
 from reshard.tensor import MASTER, PARAM, TensorId
@@ -19,7 +20,7 @@ from .folder import LATEST, recognise_native, tagged_folder
 from .native import Native, Wrapper
 from .read import read_native
 from .table import Table, WholeHolder
-from .values import Carried, carry, plain, strange_names
+from .values import plain, strange_names
 
 #: Files beside the tag folder. Source: transformers 5.24 trainer.py, accelerate 1.15
 #: checkpointing.py; fixtures/wrappers.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reshard.containers import safetensors
+from reshard.containers.carried import Carried
 from reshard.containers.safetensors import Item
 from reshard.format import Fate, Loss
 from reshard.layout import Draft
@@ -18,7 +19,6 @@ from .native import Native, Wrapper
 from .rng import derived
 from .sheet import Sheet
 from .table import Table, WholeHolder
-from .values import Carried
 from .wrapper import carried_safely
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.containers import dcp, torchfile
+from reshard.containers.carried import Carried, carry
 from reshard.containers.dcp import Metadata
 from reshard.containers.inert import TensorRef
 from reshard.containers.small import JSON, read_small
@@ -24,7 +25,7 @@ from reshard.topology import Topology, topology
 from . import flattened_read, names, nemo, objects, old_args, precision_aware, run, zarr_read
 from .bucket_read import bucket_tensors
 from .buckets import bucket_key
-from .carry import Carried, carry, fields_of, mapping, plain, scalar, sequence
+from .carry import fields_of, mapping, plain, scalar, sequence
 from .dp_zero_read import is_dp_zero, object_tensors
 from .flattened_read import Grid
 from .run import Optimizer, Options, Run

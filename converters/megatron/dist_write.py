@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint, Json
 from reshard.containers import dcp, torchfile
+from reshard.containers.carried import Carried
 from reshard.containers.dcp import ObjectItem, TensorEntry, TensorItem
 from reshard.dtypes import named
 from reshard.errors import CoverageError, FormatError, LayoutError, UsageError
@@ -18,7 +19,7 @@ from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
 
 from . import names, run
-from .carry import Carried, numbered
+from .carry import numbered
 from .from_family import foreign_fates, foreign_recipe, master_of, run_of
 from .goal import Goal, goal
 from .run import Optimizer, Options, Run

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 
 from reshard.containers import torchfile
+from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import Global, TensorRef
 from reshard.containers.torchfile import TorchFile
 from reshard.dtypes import FLOAT32, DType
@@ -18,7 +19,7 @@ from reshard.tensor import MASTER, TensorId
 
 from . import buckets, names, run
 from .buckets import Buffer
-from .carry import Carried, carry, mapping, plain, sequence
+from .carry import mapping, plain, sequence
 from .legacy_held import Entry, Holdings, Param
 from .legacy_ranks import RankFile
 from .run import Optimizer, Options, Run

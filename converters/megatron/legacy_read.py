@@ -9,6 +9,7 @@ from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
 from reshard.containers import torchfile
+from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import TensorRef
 from reshard.containers.torchfile import TorchFile
 from reshard.errors import CorruptError, FormatError, ReshardError
@@ -18,7 +19,7 @@ from reshard.tensor import PARAM, TensorId
 from reshard.topology import Topology
 
 from . import names, nested_names, old_args, precision_aware, run
-from .carry import Carried, carry, fields_of, mapping, plain
+from .carry import fields_of, mapping, plain
 from .legacy_held import Entry, Experts, Holdings, Param, Spot, spots_of
 from .legacy_optim import OptimizerReader
 from .legacy_ranks import MODEL, RankFile, checked_files, degrees_of, found_folders, said_degrees

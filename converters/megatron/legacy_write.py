@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from reshard.checkpoint import Checkpoint, Json
 from reshard.containers import torchfile
+from reshard.containers.carried import Carried
 from reshard.containers.inert import Ordered, Record, TensorRef, new_tensor
 from reshard.dtypes import DType, named
 from reshard.errors import CoverageError, FormatError
@@ -16,7 +17,7 @@ from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
 
 from . import names, run
-from .carry import Carried, numbered
+from .carry import numbered
 from .dist_write import dropped, native_run, run_folder, vocab_of
 from .goal import Goal, goal
 from .legacy_held import Entry, Experts, Holdings, Param, spots_of

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields, replace
 from typing import TypeVar
 
 from reshard.checkpoint import Checkpoint, Json
+from reshard.containers.carried import Carried
 from reshard.containers.inert import tensors_in
 from reshard.containers.inert_json import Reader, to_json
 from reshard.errors import CorruptError, FormatError
@@ -15,7 +16,6 @@ from reshard.tensor import PARAM
 from reshard.topology import Topology
 
 from . import names
-from .carry import Carried
 from .run import ALLOWED, TORCH_DTYPES, Optimizer, Options, Run, unknown_globals
 from .sizes import Sizes
 from .stages import Chunk, Pipeline

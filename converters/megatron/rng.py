@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.containers.generator import torch_state
 from reshard.containers.inert import Global, Record
 
-#: Bytes of torch's CPU generator state: the legacy Mersenne Twister struct and the float sample.
-#: Source: torch 2.13 aten/src/ATen/CPUGeneratorImpl.cpp, CPUGeneratorImplState.
-TORCH_BYTES = 5056
 #: Streams of Megatron's tracker. Source: megatron/core/tensor_parallel/random.py @ core_v0.16.1.
 TRACKER = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
 
@@ -38,19 +36,6 @@ def seed_of(seed: int, step: int, stream: str, rank: RankOfRng) -> int:
     ep = rank.ep if stream == "expert-parallel-rng" else "-"
     text = f"{seed}/{step}/{stream}/pp{rank.pp}/tp{tp}/dp{rank.dp}/ep{ep}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def torch_state(seed: int) -> bytes:
-    """What torch.manual_seed(seed); torch.get_rng_state() holds, for a CPU."""
-    state = [seed & 0xFFFFFFFF]
-    for i in range(1, 624):
-        state.append((1812433253 * (state[-1] ^ (state[-1] >> 30)) + i) & 0xFFFFFFFF)
-    head = np.zeros(TORCH_BYTES, np.uint8)
-    head[0:8] = np.frombuffer(np.uint64(seed).tobytes(), np.uint8)
-    head[8:12] = np.frombuffer(np.int32(1).tobytes(), np.uint8)  # left
-    head[12:16] = np.frombuffer(np.int32(1).tobytes(), np.uint8)  # seeded
-    head[24 : 24 + 624 * 8] = np.frombuffer(np.array(state, np.uint64).tobytes(), np.uint8)
-    return head.tobytes()
 
 
 def cuda_state(seed: int) -> bytes:

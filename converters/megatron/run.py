@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import lcm
 
 from reshard.checkpoint import Json, ParamGroup
+from reshard.containers.carried import Carried
 from reshard.containers.inert import Global, Record, TensorRef, globals_in
 from reshard.dtypes import named
 from reshard.errors import CorruptError, FormatError, LayoutError, LossError
@@ -16,7 +17,7 @@ from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
 from . import names
-from .carry import Carried, plain, tensor_of
+from .carry import plain, tensor_of
 from .rng import RankOfRng, derive
 from .sizes import Sizes, sizes
 from .stages import Pipeline
