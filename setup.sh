@@ -45,7 +45,7 @@ install() {
 say "installing reshard into $venv"
 install setuptools wheel
 if [ $extra = peers ]; then
-  say "installing torch, DeepSpeed, Megatron-core, transformers, accelerate (1.4 GB, minutes)"
+  say "installing torch, DeepSpeed, Megatron-core, transformers, accelerate, Lightning (1.4 GB, minutes)"
   install torch numpy
   DS_BUILD_OPS=0 install -e '.[test]'
 else

@@ -1,39 +1,69 @@
 """Fuzzes a parser: coverage-guided over bytes (atheris), or mutants of a real checkpoint's values.
 
+    python -m benchmarks.fuzz all --seconds 5              every parser, two at a time
     python -m benchmarks.fuzz PARSER --seconds 180         one of: pickle zip torch safetensors dcp
-                                                           zarr json target
+                                                           zarr json target manifest migration
+                                                           expression family
+    python -m benchmarks.fuzz PARSER --input BASE64        this input alone, without atheris
     python -m benchmarks.fuzz FOLDER --to TARGET --seconds 180       mutants of that checkpoint
 
-Anything but a value or a ReshardError is a finding: it is printed, and the input kept. atheris is
-not among the dependencies: pip install atheris (it has wheels for Python 3.11).
+Anything but a value or a ReshardError is a finding: it is printed, with the command that repeats
+it. --seed fixes the order of inputs; how many of them are tried depends on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import contextlib
+import hashlib
 import io
 import json
 import os
 import pickle
+import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 30  # seconds of the clock for one input: the machine may be busy
 MEMORY = 2048  # MiB
 
+MIGRATION = """
+[[step]]
+kind = "rename"
+match = "a.*"
+to = "b.*"
+[[step]]
+kind = "resize"
+names = ["x"]
+rows = 8
+[[step]]
+kind = "reset"
+step = 0.0
+"""
+
 Parse = Callable[[bytes], object]
+Parsers = Mapping[str, tuple[Parse, Sequence[bytes]]]
 
 
 def parsers(work: Path) -> dict[str, tuple[Parse, list[bytes]]]:
     """What each name parses, and the inputs to start from."""
+    from reshard import manifest, schema, tables
     from reshard.containers import dcp, pickles, safetensors, torchfile, zarr3
     from reshard.containers.inert_json import Reader
     from reshard.containers.zips import Window, read_members
     from reshard.dtypes import named
+    from reshard.expression import Value, evaluate
+    from reshard.migrate import read_migration
     from reshard.topology import parse_target
 
     def in_file(name: str, read: Callable[[Path], object]) -> Parse:
@@ -63,6 +93,14 @@ def parsers(work: Path) -> dict[str, tuple[Parse, list[bytes]]]:
         (work / "w").mkdir(exist_ok=True)
         return [zarr3.read_shard(work, array, at) for at, _ in zip(array.shards(), range(3))]  # noqa: B905  # the first three
 
+    def recorded(path: Path) -> object:
+        found = manifest.read(path.parent)
+        return found and manifest.read_tensors(path.parent, found)
+
+    def text(parse: Callable[[str], object]) -> Parse:
+        return lambda data: parse(data.decode("utf-8", "replace"))
+
+    known: dict[str, Value] = {"heads": 8, "rope": {"type": "x"}, "a": [0, 1]}
     f32 = named("float32")
     file = dcp.distcp_file(
         "__0_0.distcp",
@@ -95,42 +133,174 @@ def parsers(work: Path) -> dict[str, tuple[Parse, list[bytes]]]:
             [json.dumps(state).encode()],
         ),
         "target": (
-            lambda d: parse_target(d.decode("utf-8", "replace")),
+            text(parse_target),
             [b"megatron:tp2pp4,optim=x,layout=E|t*3|L", b"dcp.torchtitan:dp8", b"tp2pp4vpp2ep8"],
+        ),
+        "manifest": (
+            in_file(manifest.NAME, recorded),
+            [b'{"manifest": 1, "tensors": 0, "tensor_files": [], "files": {"a": {"bytes": 1}}}'],
+        ),
+        "migration": (in_file("m.toml", read_migration), [MIGRATION.encode()]),
+        "expression": (
+            text(lambda t: evaluate(t, lambda key: known.get(key))),
+            [b"heads * 2 // 3 if rope.type == 'x' else 1", b"a.zeros + a[0]", b"not heads in a"],
+        ),
+        "family": (
+            text(lambda t: schema.parse_family(t, "x")),
+            [tables.text("families", n).encode() for n in tables.names("families")[:3]],
         ),
     }
 
 
-def guided(name: str, seconds: int, corpus: Path | None) -> None:
-    """Fuzz one parser of bytes. Does not return: libFuzzer ends the process."""
-    import atheris  # type: ignore[import-not-found,unused-ignore]  # not a dependency
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A folder that goes away, in memory where there is one."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        yield Path(folder)
 
-    with atheris.instrument_imports(include=["reshard"]):
-        from reshard.errors import ReshardError
 
-        work = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-        parse, seeds = parsers(work)[name]
-    place = corpus or work / "corpus"
-    place.mkdir(exist_ok=True, parents=True)
+def instrumented(work: Path) -> Parsers:
+    """The parsers, of modules that tell atheris which of their branches were taken."""
+    import atheris  # type: ignore[import-untyped]  # it has no types
+
+    with atheris.instrument_imports(include=["reshard"]), contextlib.redirect_stderr(io.StringIO()):
+        return parsers(work)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long a parser is fuzzed, from which seed on, and with inputs of how many bytes."""
+
+    seconds: int = 60
+    seed: int = 1
+    longest: int = 4096
+    limit: int = LIMIT  # seconds of one input
+
+
+def guided(parse: Parse, seeds: Sequence[bytes], corpus: Path, found: str, bounds: Bounds) -> None:
+    """Fuzz one parser, and end the process, as libFuzzer does; findings go to `found`*."""
+    import atheris
+
+    from reshard.errors import ReshardError
+
+    corpus.mkdir(exist_ok=True, parents=True)
     for i, seed in enumerate(seeds):
-        (place / f"seed{i}").write_bytes(seed)
+        (corpus / f"seed{i}").write_bytes(seed)
 
     def once(data: bytes) -> None:
         try:
             parse(data)
         except ReshardError:
             return
+        except BaseException:
+            Path(f"{found}crash-{hashlib.sha1(data).hexdigest()}").write_bytes(data)
+            raise
 
     flags = [
-        f"-max_total_time={seconds}",
-        f"-timeout={LIMIT}",
+        f"-seed={bounds.seed}",
+        f"-max_total_time={bounds.seconds}",
+        f"-timeout={bounds.limit}",
         f"-rss_limit_mb={MEMORY}",
-        f"-artifact_prefix={tempfile.gettempdir()}/fuzz-{name}-",
-        "-max_len=4096",
+        f"-artifact_prefix={found}",
+        f"-max_len={bounds.longest}",
+        "-reload=0",
         "-print_final_stats=1",
     ]
-    atheris.Setup([sys.argv[0], *flags, str(place)], once)
+    atheris.Setup([sys.argv[0], *flags, str(corpus)], once)
     atheris.Fuzz()
+
+
+def again(name: str, data: bytes) -> str:
+    """The command that gives a parser one input."""
+    text = base64.b64encode(data).decode()
+    return shlex.join(["python", "-m", "benchmarks.fuzz", name, "--input", text])
+
+
+def one_input(name: str, data: bytes) -> int:
+    """Give a parser one input; the exit code."""
+    from reshard.errors import ReshardError
+
+    with workplace() as work:
+        try:
+            print(f"a value: {parsers(work)[name][0](data)!r:.200}")
+        except ReshardError as error:
+            print(f"refused: {error}")
+    return 0
+
+
+@dataclass
+class Running:
+    """A parser that is fuzzed in a forked process."""
+
+    name: str
+    pid: int
+    folder: Path
+    until: float  # by this time it ends, or hangs
+
+    def ended(self) -> int | None:
+        """How it ended, once it has; one that is late is killed."""
+        done, status = os.waitpid(self.pid, os.WNOHANG)
+        if not done and time.monotonic() < self.until:
+            return None
+        if not done:
+            os.kill(self.pid, signal.SIGKILL)
+            status = os.waitpid(self.pid, 0)[1]
+        return os.waitstatus_to_exitcode(status)
+
+    def says(self, code: int) -> tuple[str, bool]:
+        """What became of it, and whether that is no finding."""
+        said = (self.folder / "said").read_text(errors="replace")
+        inputs = re.search(r"number_of_executed_units: (\d+)", said)
+        memory = re.search(r"peak_rss_mb: +(\d+)", said)
+        if code == 0 and inputs and memory:
+            line = f"{self.name}: {int(inputs[1]):,} inputs, no finding, {memory[1]} MiB at most"
+            return line, True
+        shown = "\n".join(said.splitlines()[-60:])
+        lines = [f"{self.name}: A FINDING (exit {code})", shown]
+        for path in sorted(self.folder.glob("found-*")):
+            data = path.read_bytes()
+            lines += [f"the input: {data!r}", f"to repeat it: {again(self.name, data)}"]
+        return "\n".join(lines), False
+
+
+def start(name: str, make: Callable[[Path], Parsers], work: Path, bounds: Bounds) -> Running:
+    """Fuzz a parser in a process and a folder of its own."""
+    folder = work / f"of-{name}"
+    folder.mkdir()
+    until = time.monotonic() + bounds.seconds + 2 * bounds.limit + 30
+    pid = os.fork()
+    if pid == 0:
+        try:
+            out = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            place = folder / "work"
+            place.mkdir()
+            guided(*make(place)[name], folder / "corpus", f"{folder}/found-", bounds)
+        finally:
+            os._exit(99)
+    return Running(name, pid, folder, until)
+
+
+def together(make: Callable[[Path], Parsers], jobs: int, bounds: Bounds) -> int:
+    """Fuzz every parser, `jobs` at a time; the exit code."""
+    good = True
+    with workplace() as work:
+        waiting, running = list(make(work)), list[Running]()  # what is imported here is so for all
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(start(waiting.pop(0), make, work, bounds))
+            time.sleep(0.05)
+            for one in list(running):
+                code = one.ended()
+                if code is not None:
+                    line, fine = one.says(code)
+                    print(line, flush=True)
+                    good = good and fine
+                    running.remove(one)
+                    shutil.rmtree(one.folder)
+    return 0 if good else 1
 
 
 def mutants(folder: str, to: str, seconds: int, seed: int) -> int:
@@ -149,16 +319,29 @@ def mutants(folder: str, to: str, seconds: int, seed: int) -> int:
 
 def main() -> None:
     """The command."""
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("what", metavar="PARSER|FOLDER")
-    arguments.add_argument("--seconds", type=int, default=60)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    arguments.add_argument("what", metavar="all|PARSER|FOLDER")
+    arguments.add_argument("--seconds", type=int, default=60, help="for each parser")
+    arguments.add_argument("--jobs", type=int, default=2, help="parsers at a time, with `all`")
+    arguments.add_argument("--max-len", type=int, default=4096, help="bytes of an input")
     arguments.add_argument("--corpus", type=Path, help="keep what was found, and start from it")
+    arguments.add_argument("--input", type=base64.b64decode, help="one input, in base64")
     arguments.add_argument("--to", default="torch", help="TARGET that mutants are planned to")
     arguments.add_argument("--seed", type=int, default=1)
     said = arguments.parse_args()
+    bounds = Bounds(said.seconds, said.seed, said.max_len)
+    if said.what == "all":
+        sys.exit(together(instrumented, said.jobs, bounds))
     if Path(said.what).is_dir():
         sys.exit(mutants(said.what, said.to, said.seconds, said.seed))
-    guided(said.what, said.seconds, said.corpus)
+    if said.input is not None:
+        sys.exit(one_input(said.what, said.input))
+    with workplace() as work:
+        parse, seeds = instrumented(work)[said.what]
+        found = f"{tempfile.gettempdir()}/fuzz-{said.what}-"
+        guided(parse, seeds, said.corpus or work / "corpus", found, bounds)
 
 
 if __name__ == "__main__":

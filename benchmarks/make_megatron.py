@@ -1,7 +1,10 @@
-"""Makes a torch_dist checkpoint with optimizer of about SIZE: make_megatron.py 512MB OUT [tp4pp2].
+"""Makes a torch_dist checkpoint with optimizer of about SIZE.
+
+    python -m benchmarks.make_megatron 512MB OUT [tp4pp2] [--sparse]
 
 The layout is what `reshard` writes and megatron-core loads; the numbers follow from each element's
-index, so that masters round to weights and every tensor is different.
+index, so that masters round to weights and every tensor is different. --sparse: every number is
+zero, and the arrays are holes that take no room on the disk.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ SLOTS = {"param": BFLOAT16, "master": FLOAT32, "exp_avg": FLOAT32, "exp_avg_sq":
 
 def sizes_for(nbytes: int) -> dict[str, int]:
     """Layers and widths of a Llama-like model whose four slots take about `nbytes`."""
-    hidden = 256
-    while 14 * parameters(hidden, 8) < nbytes and hidden < 2048:
+    hidden, widest = 256, 2048 if nbytes < 32 << 30 else 8192
+    while 14 * parameters(hidden, 8) < nbytes and hidden < widest:
         hidden += 256
     layers = 8
     while 14 * parameters(hidden, layers) < nbytes:
@@ -97,6 +100,26 @@ def args_of(hidden: int, layers: int, at: Topology) -> dict[str, object]:
     }
 
 
+def transformers_config(hidden: int, layers: int) -> dict[str, object]:
+    """The config.json of the same model."""
+    args = args_of(hidden, layers, topology({"dp": 1}))
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": args["ffn_hidden_size"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": args["num_attention_heads"],
+        "num_key_value_heads": args["num_query_groups"],
+        "head_dim": 64,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+
+
 def source_of(hidden: int, layers: int, at: Topology) -> Checkpoint:
     """A checkpoint without files, to be declared."""
     from reshard.containers.carried import Carried
@@ -143,7 +166,7 @@ def values_of(tensor: TensorId, start: int, count: int) -> Array:
     return master * master if tensor.slot == "exp_avg_sq" else master
 
 
-def fill(declaration: Declaration, folder: Path) -> None:
+def fill(declaration: Declaration, folder: Path, *, sparse: bool) -> None:
     """Write every file of a declaration, block by block."""
     for draft in declaration.drafts:
         path = folder / draft.name
@@ -152,6 +175,8 @@ def fill(declaration: Declaration, folder: Path) -> None:
             for offset, data in draft.literals:
                 out.seek(offset)
                 out.write(data)
+    if sparse:
+        return
     with Files(folder, writable=True) as files:
         for tensor, logical in declaration.layout.tensors.items():
             for piece in declaration.layout.pieces(tensor):
@@ -169,22 +194,34 @@ def _box_values(tensor: TensorId, logical: LogicalTensor, box: Any) -> Array:
     return whole[:, box.start[1] : box.stop[1]]
 
 
-def make(nbytes: int, out: Path, degrees: Mapping[str, int]) -> Path:
-    """Write the checkpoint below the run folder `out`; its own folder."""
+def make(
+    nbytes: int,
+    out: Path,
+    degrees: Mapping[str, int],
+    *,
+    sparse: bool = False,
+    layers: int | None = None,
+) -> Path:
+    """Write the checkpoint below the run folder `out`; its own folder.
+
+    `layers`: that many narrow ones, whatever `nbytes` says.
+    """
     from reshard.converters.megatron.dist_write import declare_dist
 
     at = topology({"dp": 1, **degrees})
-    source = source_of(**sizes_for(nbytes), at=at)
+    sizes = sizes_for(nbytes) if layers is None else {"hidden": 512, "layers": layers}
+    source = source_of(**sizes, at=at)
     text = f"tp{at.tp}pp{at.pp}"
     declaration = declare_dist(source, parse_target(text), WriteOptions())
-    folder = out / declaration.folder
+    folder: Path = out / declaration.folder
     folder.mkdir(parents=True)
-    fill(declaration, folder)
+    fill(declaration, folder, sparse=sparse)
     for name, data in declaration.trackers.items():
         (out / name).write_bytes(data)
     return folder
 
 
 if __name__ == "__main__":
-    size, target, *rest = sys.argv[1:]
-    print(make(parse_size(size), Path(target), parse_degrees(rest[0] if rest else "tp4pp2")))
+    size, target, *rest = (a for a in sys.argv[1:] if a != "--sparse")
+    degrees = parse_degrees(rest[0] if rest else "tp4pp2")
+    print(make(parse_size(size), Path(target), degrees, sparse="--sparse" in sys.argv))

@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.box import Box, row_major
-from reshard.checkpoint import Checkpoint, Json, ParamGroup
-from reshard.commit import open_finished
-from reshard.convert import Options, make_plan, plan_report
-from reshard.convert import convert as _convert
-from reshard.diff import differences
+from reshard.checkpoint import Checkpoint, Json, ParamGroup, ties
+from reshard.conversion import convert as _convert
+from reshard.differences import diff_report, differences
 from reshard.engine import block_elements
 from reshard.errors import UsageError
 from reshard.files import Files
-from reshard.fingerprint import slot_digests
-from reshard.format import OpenOptions
+from reshard.fingerprints import slot_digests
+from reshard.format import refuse_idle
+from reshard.join import cover
 from reshard.layout import Piece, StoredArray, refactor
-from reshard.plan import cover
+from reshard.namings import Choice
+from reshard.opening import open_as
+from reshard.planning import Options, make_plan
 from reshard.readback import fingerprints, read_block
+from reshard.report import plan_report
 from reshard.tensor import PARAM, STEP, LogicalTensor, TensorId
-from reshard.topology import Target, parse_target
-from reshard.verify import verify as _verify
+from reshard.verification import Part
+from reshard.verification import verify as _verify
 
 Array = npt.NDArray[Any]
+_T = TypeVar("_T")
 _ELEMENTS = block_elements(1 << 30, 1 << 20, 1)
 
 
@@ -115,6 +118,8 @@ def _box(shape: tuple[int, ...], index: Any) -> tuple[Box, set[int]]:
             start.append(a)
             stop.append(max(a, b))
         else:
+            if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
+                raise UsageError(f"a lazy tensor is indexed with integers and slices, not {item!r}")
             i = int(item) + (n if int(item) < 0 else 0)
             if not 0 <= i < n:
                 raise IndexError(f"index {item} is outside an axis of {n} elements")
@@ -167,8 +172,10 @@ class Opened:
         return self.checkpoint.extras
 
     def __getitem__(self, key: str | tuple[str, str]) -> LazyTensor | Step:
-        """The tensor of this name (own or canonical); `(name, slot)` for other slots than param."""
+        """The tensor of this name (own, canonical or tied); `(name, slot)` for other slots than
+        param."""
         name, slot = key if isinstance(key, tuple) else (key, PARAM)
+        name = ties(self.checkpoint).get(name, name)
         found = self.checkpoint.layout.tensors.get(TensorId(name, slot))
         if found is not None:
             return LazyTensor(self.checkpoint, found)
@@ -186,8 +193,10 @@ def open(  # the name users expect
     vocab_size: int | None = None,
 ) -> Opened:
     """Open a checkpoint or run folder, headers only. `given` is what --from says."""
-    target = parse_target(given) if given else Target(None, None)
-    return Opened(open_finished(path, OpenOptions(target, iteration, vocab_size)))
+    checkpoint = open_as(path, given, iteration, vocab_size)
+    if vocab_size is not None:
+        refuse_idle("vocab_size", checkpoint.format)
+    return Opened(checkpoint)
 
 
 def plan(source: str | Path, to: str | None = None, **options: Any) -> dict[str, Json]:
@@ -198,7 +207,7 @@ def plan(source: str | Path, to: str | None = None, **options: Any) -> dict[str,
 def convert(
     source: str | Path, target: str | Path, to: str | None = None, **options: Any
 ) -> dict[str, Json]:
-    """Convert; the report of `reshard convert --json`. Options are those of `convert.Options`."""
+    """Convert; the report of `reshard convert --json`. Options are those of `planning.Options`."""
     return _convert(source, target, _options(to, options))
 
 
@@ -211,21 +220,52 @@ def _options(to: str | None, given: Mapping[str, Any]) -> Options:
     return Options(to=to, **made)
 
 
-def verify(path: str | Path, **options: Any) -> dict[str, Json]:
-    """Read everything and check it, as `reshard verify --json` prints it."""
-    return _verify(open(path, **options).checkpoint, elements=_ELEMENTS)
+def verify(
+    path: str | Path, *, deep: bool = False, subset: str | None = None, **options: Any
+) -> dict[str, Json]:
+    """Read everything, or one part in `subset`, and check it: what `verify --json` prints."""
+    part = Part.parse(subset) if subset is not None else Part()
+    return _verify(open(path, **options).checkpoint, elements=_ELEMENTS, deep=deep, part=part)
 
 
-def diff(left: str | Path, right: str | Path, *, extras: bool = False) -> dict[str, Json]:
-    """The logical difference, as `reshard diff --json` prints it."""
-    found, compared = differences(
-        open(left).checkpoint, open(right).checkpoint, elements=_ELEMENTS, extras=extras
+def diff(
+    left: str | Path,
+    right: str | Path,
+    *,
+    extras: bool = False,
+    schema: str | None = None,
+    config: str | Path | None = None,
+    vocab_size: int | None = None,
+    given: Sequence[str | None] = (),
+    iteration: Sequence[int | None] = (),
+) -> dict[str, Json]:
+    """The logical difference, as `reshard diff --json` prints it.
+
+    `given` and `iteration` are what --from and --iteration say: of the left one, then of the right.
+    """
+    opened = [
+        open_as(path, said, number, vocab_size)
+        for path, said, number in zip(
+            (left, right), _both(given, "--from"), _both(iteration, "--iteration"), strict=True
+        )
+    ]
+    if vocab_size is not None:
+        refuse_idle("vocab_size", *(c.format for c in opened))
+    return diff_report(
+        *differences(
+            *opened,
+            elements=_ELEMENTS,
+            extras=extras,
+            choice=Choice(schema, None if config is None else str(config)),
+        )
     )
-    return {
-        "status": "different" if found else "equal",
-        "compared": compared,
-        "differences": [{"what": d.what, "kind": d.kind, "detail": d.detail} for d in found],
-    }
+
+
+def _both(values: Sequence[_T | None], option: str) -> tuple[_T | None, _T | None]:
+    """What is said of the left and of the right one. Raises UsageError for more than two."""
+    if isinstance(values, str) or len(values) > 2:
+        raise UsageError(f"{option} is said of A, then of B: two at most")
+    return (*values, None, None)[0], (*values, None, None)[1]
 
 
 def fingerprint(path: str | Path, **options: Any) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 
@@ -21,8 +22,11 @@ class Box:
 
     @classmethod
     def at(cls, start: Sequence[int], shape: Sequence[int]) -> Box:
-        """The box of this shape whose first element is `start`."""
-        return cls(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
+        """The box of this shape whose first element is `start`; equal ones are mostly one object.
+
+        Layers and experts are cut alike: a plan of many tensors holds few different boxes.
+        """
+        return _at(tuple(start), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,8 +75,18 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
+@lru_cache(maxsize=1 << 14)
+def _at(start: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    return Box(start, tuple(a + n for a, n in zip(start, shape, strict=True)))
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous row-major array of this shape."""
+    return _row_major(tuple(shape))
+
+
+@lru_cache(maxsize=1 << 14)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
     for n in reversed(shape):

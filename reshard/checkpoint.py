@@ -43,10 +43,28 @@ class Checkpoint:
     iteration: int | None = None
     extras: Mapping[str, Json] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    #: True rows of the vocabulary that are left out on opening, as --vocab-size asks; in words.
+    rows_left: str | None = None
+    #: Whether an optimizer is there and was not read, as --weights-only asks.
+    optimizer_left: bool = False
     family: str | None = None
+    #: The dtype in which the model holds a weight of which the master alone is stored.
+    kinds: Mapping[str, DType] = field(default_factory=dict)
+    #: Side files that are pickles of a trainer's own classes: not read, below `path`.
+    opaque: tuple[str, ...] = ()
     #: Where tensors are quantised: the same checkpoint with their values in this dtype.
     quantised: Callable[[DType], Checkpoint] | None = field(default=None, repr=False)
     native: object = field(default=None, repr=False)
+
+
+#: The extra that says other names of tensors that are held under one: alias -> name.
+TIES = "ties"
+
+
+def ties(checkpoint: Checkpoint) -> dict[str, str]:
+    """Other names of the checkpoint's tensors (tied weights): alias -> name."""
+    found = checkpoint.extras.get(TIES)
+    return {k: str(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
 
 
 #: Where checkpoints say how many samples they have trained on. Source: megatron/training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import re
@@ -10,14 +11,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from importlib import resources
 from typing import Any
 
 import click
 
-from reshard.checkpoint import Json
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import FormatError, ReshardError, UsageError
+from reshard.values import Json
 from reshard.version import VERSION
+from reshard.workers import keep_freed_memory, usual
 
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -128,9 +129,12 @@ def _convert_options(f: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--dtype", help="Store weights in this dtype (bf16, fp32)."),
         click.option("--tokenizer", metavar="DIR", help="Folder whose tokenizer goes along."),
         click.option("--max-shard-size", type=DECIMAL, metavar="SIZE", help="Of hf files; 5GB."),
+        click.option("--compress", metavar="zstd[:LEVEL]", help="Of universal stores."),
+        click.option("--data-cursor", metavar="reset|keep-rank0", help="Opaque loader states."),
         click.option("--migrate", metavar="FILE", help="Renames, drops, resets, resizing (TOML)."),
         click.option("--include", multiple=True, metavar="GLOB"),
         click.option("--exclude", multiple=True, metavar="GLOB"),
+        click.option("--keep-opaque", is_flag=True, help="Copy training_args.bin and its like."),
         click.option("--strict", is_flag=True, help="Refuse any loss."),
         click.option("--replicas", type=click.Choice(["check", "first"]), default="check"),
     ):
@@ -203,6 +207,12 @@ def _emit(report: Mapping[str, Json], text: list[str], as_json: bool) -> None:
 @click.version_option(VERSION, prog_name="reshard")
 def main() -> None:
     """Turn any distributed LLM training checkpoint into any other, whole and proven right."""
+    # entries and pieces are held by the million, and not in cycles (peak memory is the same without
+    # any search): looked for as often as Python does, cycles take half the time of a large header
+    gc.set_threshold(100_000, 50, 20)
+    # numpy's OpenBLAS starts a thread for each core when it is imported; nothing here multiplies
+    # matrices of floats
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @main.command("inspect")
@@ -219,20 +229,27 @@ def inspect_command(checkpoint: str, as_json: bool, **options: Any) -> int:
     return 0
 
 
-def _open(path: str, options: Mapping[str, Any]) -> Any:
-    from reshard.commit import open_finished
-    from reshard.convert import Options, source_options
+def _open(path: str, options: Mapping[str, Any], *, alone: bool = True) -> Any:
+    """The checkpoint; `alone`: no other one is there that --vocab-size may be said of."""
+    from reshard.format import refuse_idle
+    from reshard.opening import open_as
 
-    chosen = Options(
-        given=options.get("given"),
-        iteration=options.get("iteration"),
-        vocab_size=options.get("vocab_size"),
-    )
-    return open_finished(path, source_options(chosen))
+    rows = options.get("vocab_size")
+    opened = open_as(path, options.get("given"), options.get("iteration"), rows)
+    if alone and rows is not None:
+        refuse_idle("vocab_size", opened.format)
+    return opened
+
+
+def _refuse_family(options: Mapping[str, Any], where: str) -> None:
+    """Raises FormatError for a family that is named, and has no names to translate."""
+    for name in ("schema", "config"):
+        if options.get(name) is not None:
+            raise FormatError(f"--{name} says something to `{where}` alone. Leave it away.")
 
 
 def _options(kwargs: Mapping[str, Any]) -> Any:
-    from reshard.convert import Options
+    from reshard.planning import Options
 
     taken = dict(kwargs)
     taken["first_replica"] = taken.pop("replicas") == "first"
@@ -248,7 +265,8 @@ def _options(kwargs: Mapping[str, Any]) -> Any:
 @_guarded
 def plan_command(source: str, as_json: bool, **kwargs: Any) -> int:
     """What convert would do: files, bytes, losses, fates, memory, disk."""
-    from reshard.convert import make_plan, plan_report
+    from reshard.planning import make_plan
+    from reshard.report import plan_report
 
     report = plan_report(make_plan(source, _options(kwargs)))
     _emit(report, _plan_lines(report), as_json)
@@ -258,7 +276,7 @@ def plan_command(source: str, as_json: bool, **kwargs: Any) -> int:
 def _plan_lines(report: Mapping[str, Any]) -> list[str]:
     from reshard.format import Loss
     from reshard.inspect import size_text
-    from reshard.plan import loss_lines
+    from reshard.join import loss_lines
 
     source, target = report["source"], report["target"]
     out = [
@@ -296,9 +314,19 @@ def _shown(value: Any) -> str:
 @_family_options
 @_source_options
 @_memory_options
-@click.option("--workers", type=click.IntRange(1, 256), default=1, show_default=True)
+@click.option(
+    "--workers", type=click.IntRange(1, 256), default=usual, show_default="cores, 4 at most"
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="cpu|cuda[:N]",
+    help="Where values are permuted, cast, scaled and fingerprinted.",
+)
 @click.option("--dry-run", is_flag=True, help="Stop after the plan.")
 @click.option("--no-verify", is_flag=True, help="Skip the comparison after writing.")
+@click.option("--digest", type=click.Choice(["xxh3_128", "sha256"]), default="xxh3_128")
 @click.option("--set-latest", is_flag=True, help="Move an existing run folder's tracker.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint.")
 @_json_option
@@ -307,7 +335,9 @@ def convert_command(
     source: str, target: str, as_json: bool, dry_run: bool, no_verify: bool, **kwargs: Any
 ) -> int:
     """Convert SRC to DST; verified before it is published, resumed by the same command."""
-    from reshard.convert import convert, make_plan, plan_report
+    from reshard.conversion import convert
+    from reshard.planning import make_plan
+    from reshard.report import plan_report
 
     options = _options({**kwargs, "verify": not no_verify})
     if dry_run:
@@ -315,6 +345,7 @@ def convert_command(
         _emit(report, _plan_lines(report), as_json)
         return 0
     bars = Bars(shown=sys.stderr.isatty())
+    keep_freed_memory()
     try:
         report = convert(source, target, options, bars)
     finally:
@@ -338,26 +369,41 @@ def convert_command(
 @main.command("verify")
 @click.argument("checkpoint")
 @click.option("--against", metavar="OTHER", help="Compare logical content with another.")
+@click.option("--deep", is_flag=True, help="Read from the disk, not from the page cache.")
+@click.option("--subset", metavar="I/N", help="Content of the I-th of N parts; structure of all.")
 @_family_options
 @_source_options
 @_memory_options
 @_json_option
 @_guarded
 def verify_command(
-    checkpoint: str, against: str | None, as_json: bool, memory: int, block: int, **options: Any
+    checkpoint: str,
+    against: str | None,
+    deep: bool,
+    subset: str | None,
+    as_json: bool,
+    memory: int,
+    block: int,
+    **options: Any,
 ) -> int:
     """Structure, coverage, replicas, masters, recorded digests."""
     from reshard.engine import block_elements
-    from reshard.verify import verify
+    from reshard.verification import Part, verify
 
     elements = block_elements(memory, block, 1)
-    report = verify(_open(checkpoint, options), elements=elements)
+    part = Part.parse(subset) if subset is not None else Part()
+    opened = _open(checkpoint, options, alone=against is None)
+    if against is None:
+        _refuse_family(options, "verify --against OTHER")
+    report = verify(opened, elements=elements, deep=deep, part=part)
     findings: Any = report["findings"]
-    text = [f"{report['path']}: {report['tensors']} tensors whole"]
+    of = f" of {report['of']}: part {report['subset']}" if part.of > 1 else ""
+    text = [f"{report['path']}: {report['tensors']}{of} tensors whole"]
     text += [f"  finding   {f['code']}: {f['what']}: {f['detail']}" for f in findings]
     code = 0
     if against is not None:
-        other, more, code = _diff(checkpoint, against, options, elements, False)
+        there = _open(against, {"vocab_size": options.get("vocab_size")}, alone=False)
+        other, more, code = _diff(opened, there, options, elements, False)
         report |= {"status": other["status"], "against": other}
         text += more
     _emit(report, text, as_json)
@@ -365,26 +411,25 @@ def verify_command(
 
 
 def _diff(
-    left: str, right: str, options: Mapping[str, Any], elements: int, extras: bool
+    left: Any, right: Any, options: Mapping[str, Any], elements: int, extras: bool
 ) -> tuple[dict[str, Json], list[str], int]:
-    from reshard.crossing import Choice
-    from reshard.diff import differences
+    """The report on two open checkpoints, its lines, and the exit code."""
+    from reshard.differences import diff_report, differences
+    from reshard.format import refuse_idle
+    from reshard.namings import Choice
 
+    if options.get("vocab_size") is not None:
+        refuse_idle("vocab_size", left.format, right.format)
     found, compared = differences(
-        _open(left, options),
-        _open(right, options),
+        left,
+        right,
         elements=elements,
         extras=extras,
         choice=Choice(options.get("schema"), options.get("config")),
     )
-    report: dict[str, Json] = {
-        "status": "different" if found else "equal",
-        "compared": compared,
-        "differences": [{"what": d.what, "kind": d.kind, "detail": d.detail} for d in found],
-    }
     text = [f"{d.kind}: {d.what}: {d.detail}" for d in found]
     text.append(f"{len(found)} differences" if found else f"equal: {compared} tensors bit for bit")
-    return report, text, 3 if found else 0
+    return diff_report(found, compared), text, 3 if found else 0
 
 
 @main.command("diff")
@@ -392,6 +437,8 @@ def _diff(
 @click.argument("right")
 @click.option("--extras", is_flag=True, help="Extras count too.")
 @_family_options
+@click.option("--from", "given", metavar="TARGET", multiple=True, help="Of A, then of B.")
+@click.option("--iteration", type=int, multiple=True, help="Of A, then of B.")
 @click.option("--vocab-size", type=int, help="True vocabulary, without padding rows.")
 @_memory_options
 @_json_option
@@ -402,7 +449,14 @@ def diff_command(
     """Logical difference of A and B across formats and topologies."""
     from reshard.engine import block_elements
 
-    report, text, code = _diff(left, right, options, block_elements(memory, block, 1), extras)
+    said = {n: options.pop(n) for n in ("given", "iteration")}
+    if any(len(values) > 2 for values in said.values()):
+        raise UsageError("--from and --iteration are said of A, then of B: twice at most")
+    a, b = (
+        _open(path, {**options, **{n: v[i] for n, v in said.items() if i < len(v)}}, alone=False)
+        for i, path in enumerate((left, right))
+    )
+    report, text, code = _diff(a, b, options, block_elements(memory, block, 1), extras)
     _emit(report, text, as_json)
     return code
 
@@ -419,15 +473,19 @@ def fingerprint_command(
     checkpoint: str, as_json: bool, memory: int, block: int, canonical: bool, **options: Any
 ) -> int:
     """One digest per slot, the same for every topology and container."""
-    from reshard import crossing
     from reshard.engine import block_elements
-    from reshard.fingerprint import slot_digests
+    from reshard.fingerprints import slot_digests
     from reshard.readback import fingerprints
 
     opened = _open(checkpoint, options)
     if canonical:
-        choice = crossing.Choice(options.get("schema"), options.get("config"))
-        opened = crossing.canonical(opened, choice)
+        from reshard.namings import Choice
+        from reshard.renaming import canonical as renamed
+
+        choice = Choice(options.get("schema"), options.get("config"))
+        opened = renamed(opened, choice)
+    else:
+        _refuse_family(options, "fingerprint --canonical")
     sums = fingerprints(opened, elements=block_elements(memory, block, 1))
     slots = slot_digests(opened.layout.tensors.values(), {t: s.hex for t, s in sums.items()})
     report: dict[str, Json] = {
@@ -447,13 +505,13 @@ def fingerprint_command(
 def formats_command(as_json: bool) -> int:
     """The formats that are read and written."""
     from reshard.format import formats
+    from reshard.tables import root
 
     known, broken = formats()
     rows: list[Json] = [
         {"name": f.name, "summary": f.summary, "reads": True, "writes": f.writes} for f in known
     ]
-    recorded = (resources.files("reshard.schemas") / "support.json").read_text()
-    support = json.loads(recorded)
+    support = json.loads((root() / "support.json").read_text())
     report: dict[str, Json] = {
         "status": "ok",
         "formats": rows,

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.box import Box, row_major
+from reshard.device import CPU
 from reshard.dtypes import DType
 from reshard.layout import Piece, Read, StoredArray
 
@@ -48,13 +49,16 @@ class BlockScaled:
     block: tuple[int, int]  # rows, columns of a block; the last of an axis may be cut short
     dtype: DType
 
-    def decode(self, read: Read, piece: Piece, box: Box) -> Array:
-        """The values of a box."""
-        raw = read(replace(piece, codec=None), box).astype(np.float32)
+    def parts(self, read: Read, piece: Piece, box: Box) -> tuple[Array, Array]:
+        """The values of a box, and the factor of each."""
+        raw = read(replace(piece, codec=None), box)
         scales = _whole(read, self.scales)
         rows, columns = np.divmod(_indices(piece, box), piece.array.shape[1])
-        factors = scales[rows // self.block[0], columns // self.block[1]]
-        return np.asarray((raw * factors).astype(self.dtype.numpy))
+        return raw, scales[rows // self.block[0], columns // self.block[1]]
+
+    def decode(self, read: Read, piece: Piece, box: Box) -> Array:
+        """The values of a box, times their factors."""
+        return CPU.scaled(*self.parts(read, piece, box), self.dtype.numpy)
 
 
 #: The sixteen values of fp4 e2m1. Source: OCP Microscaling Formats 1.0, table 5.
@@ -76,16 +80,19 @@ class MicroScaled:
     scales: StoredArray
     dtype: DType
 
-    def decode(self, read: Read, piece: Piece, box: Box) -> Array:
-        """The values of a box."""
+    def parts(self, read: Read, piece: Piece, box: Box) -> tuple[Array, Array]:
+        """The values of a box, and the factor of each."""
         at = _indices(piece, box)
         low, high = int(at.min()), int(at.max())
         data = _range(read, self.blocks, low // 2, high // 2 + 1)[(at // 2) - low // 2]
         nibble = np.where(at % 2, data >> 4, data & 15)
         first = low // _PAIR
         scale = _range(read, self.scales, first, high // _PAIR + 1)[at // _PAIR - first]
-        values = np.ldexp(_FP4[nibble], scale.astype(np.int32) - 127)
-        return np.asarray(values.astype(self.dtype.numpy))
+        return _FP4[nibble], np.ldexp(np.float32(1), scale.astype(np.int32) - 127)
+
+    def decode(self, read: Read, piece: Piece, box: Box) -> Array:
+        """The values of a box, times their factors."""
+        return CPU.scaled(*self.parts(read, piece, box), self.dtype.numpy)
 
 
 def _indices(piece: Piece, box: Box) -> npt.NDArray[np.int64]:

@@ -8,21 +8,23 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from reshard.checkpoint import Checkpoint
-from reshard.errors import CorruptError, FormatError, TargetError
+from reshard.errors import TargetError
 from reshard.files import Files
-from reshard.fingerprint import Sum
-from reshard.format import Declaration, Loss, OpenOptions, formats, open_checkpoint
+from reshard.fingerprints import Sum
+from reshard.format import Declaration, Loss, formats
 from reshard.layout import Draft
 from reshard.tensor import TensorId
+from reshard.workers import for_syncs
 
 STAGING = ".reshard-staging"
+_LONGEST_NAME = 255  # bytes, of every file system in use
+_LONGEST_PATH = 3800  # of 4096 that Linux takes, with room for names within the folder
 JOURNAL = "journal.jsonl"
 LEASE = "lease.json"
 #: What an overwriting run has moved away, with the place it lay in behind the dot.
@@ -46,6 +48,7 @@ class Staging:
     losses: list[Loss] = field(default_factory=list)
     synced: set[str] = field(default_factory=set)  # files that hold what the journal names
     resumed: bool = False
+    workers: int = 1
 
     @property
     def files(self) -> Path:
@@ -62,6 +65,9 @@ class Staging:
 
         Headers, directories and metadata come last, with `write_literals`.
         """
+        if self._laid_out.exists():  # killed while the compressed ones took their place
+            shutil.rmtree(self.files, ignore_errors=True)
+            os.rename(self._laid_out, self.files)
         sizes = {d.name: d.size for d in drafts}
         if any(_size(self.files / name) != sizes.get(name) for name in self.synced):
             self._start_anew()  # what the journal calls durable is gone
@@ -75,13 +81,35 @@ class Staging:
             finally:
                 os.close(fd)
         if not self.resumed:
-            for folder, _, _ in os.walk(self.files):
-                sync_folder(Path(folder))
+            with for_syncs(self.workers) as each:
+                for _ in each(sync_folder, [Path(folder) for folder, _, _ in os.walk(self.files)]):
+                    pass
             with open(self.path / JOURNAL, "x") as out:
                 out.write(json.dumps({"plan": self.digest}) + "\n")
                 out.flush()
                 os.fsync(out.fileno())
             sync_folder(self.path)
+
+    @property
+    def _laid_out(self) -> Path:
+        """Where files are kept as they were laid out, once compressed ones have their place."""
+        return self.path / "laid-out"
+
+    def compress(self, make: Callable[[Path, Path], Sequence[Draft]]) -> list[Draft]:
+        """Put what `make` writes, from one folder into another, in the place of the staged files.
+
+        Those stay until the end: a run that is killed compresses anew what the journal says is
+        there.
+        """
+        made = self.path / "compressed"
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir()
+        drafts = list(make(self.files, made))
+        self._check_lease()
+        os.rename(self.files, self._laid_out)
+        os.rename(made, self.files)
+        sync_folder(self.path)
+        return drafts
 
     def _start_anew(self) -> None:
         self.done.clear()
@@ -109,7 +137,7 @@ class Staging:
     ) -> None:
         """Make finished names durable, then say in the journal that they are."""
         self._check_lease()
-        written = files.sync_written() - self.synced
+        written = files.sync_written(self.workers) - self.synced
         with open(self.path / JOURNAL, "a") as out:
             if written:
                 out.write(json.dumps({"synced": sorted(written)}) + "\n")
@@ -127,7 +155,7 @@ class Staging:
 
         What was there before lies in the staging folder until the new one is in place.
         """
-        sync_tree(self.files)
+        sync_tree(self.files, self.workers)
         make_folder(self.final.parent)
         self._check_lease()
         if self.final.exists():
@@ -198,6 +226,20 @@ def _must_hold_staging(target: Path) -> bool:
     return os.path.ismount(target) or not os.access(target.parent, os.W_OK)
 
 
+def check_name(target: Path) -> None:
+    """Raises TargetError for a name that leaves no room for that of the staging folder."""
+    whole = len(os.fsencode(os.path.abspath(target)))
+    if whole > _LONGEST_PATH:
+        raise TargetError(f"the path of DST has {whole} bytes, {_LONGEST_PATH} at most go through")
+    longest = _LONGEST_NAME - len(STAGING)
+    found = len(os.fsencode(target.name))
+    if found > longest:
+        raise TargetError(
+            f"the name of DST has {found} bytes; with {STAGING} of the folder beside it a file "
+            f"system takes {longest}. Choose a shorter one."
+        )
+
+
 def check_target(target: Path, declaration: Declaration, *, overwrite: bool) -> None:
     """Raises TargetError if the target's place is taken."""
     final = target / declaration.folder if declaration.folder else target
@@ -233,11 +275,14 @@ def check_target(target: Path, declaration: Declaration, *, overwrite: bool) -> 
         )
 
 
-def check_space(target: Path, drafts: Sequence[Draft]) -> None:
-    """Raises TargetError if the drafts do not fit on the target's disk beside what is staged."""
+def check_space(target: Path, drafts: Sequence[Draft], *, copies: int = 1) -> None:
+    """Raises TargetError if the drafts do not fit on the target's disk beside what is staged.
+
+    `copies`: 2 where compressed files are made beside them, which may be no smaller.
+    """
     files = (staging_path(target) / "checkpoint").rglob("*")
     staged = sum(p.stat().st_blocks * 512 for p in files if p.is_file())
-    needed = sum(d.size for d in drafts) - staged
+    needed = sum(d.size for d in drafts) * copies - staged
     parent = target
     while not parent.exists():
         parent = parent.parent
@@ -249,7 +294,7 @@ def check_space(target: Path, drafts: Sequence[Draft]) -> None:
         )
 
 
-def open_staging(target: Path, folder: str, digest: str) -> Staging:
+def open_staging(target: Path, folder: str, digest: str, workers: int = 1) -> Staging:
     """Take the staging folder of a target, resuming what the same plan has left there.
 
     Raises TargetError if another live run holds it.
@@ -258,7 +303,7 @@ def open_staging(target: Path, folder: str, digest: str) -> Staging:
     if path.is_symlink():
         raise TargetError(f"{path} is a symbolic link; remove it")
     make_folder(path)
-    staging = Staging(target, folder, path, digest, _take_lease(path))
+    staging = Staging(target, folder, path, digest, _take_lease(path), workers=workers)
     try:
         mend(target)
         if not _read_journal(staging):
@@ -300,17 +345,6 @@ def interrupted(target: Path) -> str | None:
     if old is not None:
         said += f"; the checkpoint it was to replace is {old}"
     return f"{said}. It is incomplete: the same command finishes it."
-
-
-def open_finished(path: str | Path, options: OpenOptions) -> Checkpoint:
-    """Open a checkpoint; where it does not open, say so if its conversion has not ended."""
-    try:
-        return open_checkpoint(path, options)
-    except (FormatError, CorruptError) as error:
-        why = interrupted(Path(path))
-        if why is None:
-            raise
-        raise type(error)(f"{error} But {why}") from None
 
 
 def _rows(path: Path) -> tuple[list[dict[str, object]], int]:
@@ -401,7 +435,7 @@ def _take_lease(path: Path) -> str:
                 lease.unlink()
             continue
         try:
-            with os.fdopen(fd, "w") as out:
+            with _named(lease), os.fdopen(fd, "w") as out:
                 out.write(mine)
         except BaseException:
             lease.unlink(missing_ok=True)
@@ -468,15 +502,17 @@ def sync_folder(path: Path) -> None:
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def sync_tree(path: Path) -> None:
-    """Make every file and name below a folder durable."""
-    for folder, _, names in os.walk(path):
-        for name in names:
-            _sync(Path(folder) / name, os.O_RDONLY)
-        sync_folder(Path(folder))
+def sync_tree(path: Path, workers: int = 1) -> None:
+    """Make every file and name below a folder durable: files, then the folders they are in."""
+    found = [(Path(folder), names) for folder, _, names in os.walk(path)]
+    with for_syncs(workers) as each:
+        for _ in each(_sync, [folder / name for folder, names in found for name in names]):
+            pass
+        for _ in each(sync_folder, [folder for folder, _ in found]):
+            pass
 
 
-def _sync(path: Path, flags: int) -> None:
+def _sync(path: Path, flags: int = os.O_RDONLY) -> None:
     fd = os.open(path, flags)
     try:
         with _named(path):

@@ -28,6 +28,7 @@ from reshard.schema import (
     sensitive,
     spelled,
 )
+from reshard.tensor import MASTER, PARAM
 
 #: One axis as (elements, stride) factors, the coarsest first.
 Axis = tuple[tuple[int, int], ...]
@@ -66,6 +67,11 @@ class Stored:
     spare: bool = False
     add: float = 0.0
     optional: str | None = None  # the dimension that is 0 if this tensor's whole run is missing
+    slots: str = "all"  # what is written under this name: "all", "weight" or "state"
+
+    def takes(self, slot: str) -> bool:
+        """Whether a slot is written under this name."""
+        return self.slots == "all" or (slot in (PARAM, MASTER)) == (self.slots == "weight")
 
 
 def expand(scope: Scope, dialect: str) -> dict[str, Stored]:
@@ -194,7 +200,8 @@ class _Forms:
                     for leaf, more, shape, v, keep in form.held
                 )
                 name = prefix + spelled(entry.name, scope)
-                yield Stored(name, form.shape, held, entry.spare, entry.add, self.run.optional)
+                run = self.run.optional
+                yield Stored(name, form.shape, held, entry.spare, entry.add, run, entry.slots)
 
     def _name(self, leaf: str, number: int, scope: Scope) -> str:
         name = spelled(leaf, scope)

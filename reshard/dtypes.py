@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +25,25 @@ class DType:
 
     def __repr__(self) -> str:
         return self.name
+
+    def holds(self, other: DType) -> bool:
+        """Whether this type has every value of the other one: float16 and bfloat16 hold neither."""
+        return holds(self.numpy, other.numpy)
+
+
+@cache
+def holds(wide: np.dtype[Any], kind: np.dtype[Any]) -> bool:
+    """Whether every value of `kind` is one of `wide`: as many bits of precision, and the range."""
+    if wide == kind:
+        return True
+    try:
+        a, b = (ml_dtypes.finfo(k) for k in (wide, kind))  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError):  # integers
+        return bool(np.can_cast(kind, wide, "safe"))
+    if wide.kind == "c" or kind.kind == "c":
+        return bool(np.can_cast(kind, wide, "safe"))
+    small = float(a.smallest_subnormal) <= float(b.smallest_subnormal)
+    return bool(a.nmant >= b.nmant and float(a.max) >= float(b.max) and small)
 
 
 def _row(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field, replace
@@ -12,15 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.box import Box
-from reshard.checksums import KINDS
-from reshard.errors import ReplicaError, UsageError
+from reshard.checksums import Runs, with_zeros
+from reshard.dtypes import holds
+from reshard.errors import LossError, ReplicaError, UsageError
 from reshard.files import Files, as_bytes, blocks, is_dense
-from reshard.fingerprint import Sum
+from reshard.fingerprints import Sum
 from reshard.format import Loss
+from reshard.join import Plan, TensorJoin
 from reshard.layout import Draft, Piece
-from reshard.plan import Plan, TensorJoin
 from reshard.rounding import Rounding
-from reshard.tensor import MASTER, PARAM, TensorId
+from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 
 Array = npt.NDArray[Any]
 
@@ -51,33 +51,36 @@ def block_elements(memory: int, block: int, workers: int) -> int:
 
 
 class Checksums:
-    """CRC-32s of arrays, taken while they are written, where that happens front to back."""
+    """CRC-32s of arrays, taken while their parts are written, in any order.
 
-    def __init__(self, drafts: Sequence[Draft]) -> None:
-        self.wanted = {(d.name, c.array.offset): c for d in drafts for c in d.checksums}
-        self._running: dict[tuple[str, int], tuple[int, int]] = {}
-        self._lock = threading.Lock()
+    `fresh`: nothing of the files was written by an earlier run, so that what is not seen is zero.
+    """
+
+    def __init__(self, drafts: Sequence[Draft], *, fresh: bool) -> None:
+        self._runs = {(d.name, c.array.offset): Runs(c.kind) for d in drafts for c in d.checksums}
+        self._fresh = fresh
 
     def saw(self, piece: Piece, box: Box, values: Array) -> None:
         """Take in a part of an array that has just been written."""
-        key = (piece.array.file, piece.array.offset)
-        if key not in self.wanted or not is_dense(box.shape, piece.strides):
+        runs = self._runs.get((piece.array.file, piece.array.offset))
+        if runs is None:
+            return
+        if not is_dense(box.shape, piece.strides):
+            runs.torn = True  # the cold reading takes it
             return
         start = piece.base_of(box) * piece.array.dtype.itemsize
-        crc, done = self._running.get(key, (0, 0))
-        if start != done:
-            return  # not front to back: the cold reading takes it
-        data = as_bytes(np.ascontiguousarray(values))
-        crc = KINDS[self.wanted[key].kind](data, crc)
-        with self._lock:
-            self._running[key] = (crc, done + len(data))
+        runs.add(start, as_bytes(np.ascontiguousarray(values)))
 
     def patch(self, files: Files, draft: Draft) -> Draft:
-        """Write the finished ones of a file; the draft with those that are still wanted."""
+        """Write those of a file that are known; the draft with those that are still wanted."""
         left = []
         for c in draft.checksums:
-            crc, done = self._running.get((draft.name, c.array.offset), (0, -1))
-            if done != c.array.nbytes:
+
+            def unseen(start: int, stop: int, kind: str = c.kind) -> int | None:
+                return with_zeros(kind, 0, stop - start) if self._fresh else None
+
+            crc = self._runs[draft.name, c.array.offset].whole(c.array.nbytes, unseen)
+            if crc is None:
                 left.append(c)
                 continue
             for at in c.at:
@@ -102,62 +105,79 @@ class Mover:
         """Move all slots of one name, block by block, comparing replicas and master with weight."""
         moved = Moved()
         joins = {t: self.plan.join(t) for t in tensors}
-        rounding = Rounding.between(j.source for j in joins.values())
+        witness = self.plan.witness(tensors)
+        compared = [*joins.values(), *([witness] if witness else [])]
+        rounding = Rounding.between(j.source for j in compared)
         for join in joins.values():
             moved.sums[join.target.id] = Sum()
         for space in sorted({j.target.space for j in joins.values()}):
             same = [j for j in joins.values() if j.target.space == space]
             for box in blocks(space, self.elements):
-                read = {j.target.id.slot: self._block(j, box, moved) for j in same}
-                if rounding is not None and PARAM in read and MASTER in read:
+                taken: dict[TensorId, list[tuple[Box, Array]]] = {}  # a derived slot's is another's
+                for join in same:
+                    if join.source.id not in taken:
+                        taken[join.source.id] = self._take(join, box, moved)
+                    self._give(join, box, taken[join.source.id], moved)
+                if rounding is None:
+                    continue
+                if witness is not None and witness.target.space == space:
+                    taken[witness.source.id] = self._take(witness, box, moved)
+                read = {t.slot: values for t, values in taken.items()}
+                if PARAM in read and MASTER in read:
                     rounding.compare(box, read[PARAM], read[MASTER])
         if rounding is not None:
             moved.losses += rounding.findings(name)
         return moved
 
-    def _block(self, join: TensorJoin, box: Box, moved: Moved) -> list[tuple[Box, Array]]:
-        """Read one block, write it to every target piece that shares it; what was read."""
+    def _take(self, join: TensorJoin, box: Box, moved: Moved) -> list[tuple[Box, Array]]:
+        """Read one block, and compare it with what other holders have."""
         values: list[tuple[Box, Array]] = []
         for held, piece in join.cover.parts.near(box):
             common = held & box
             if common is not None:
                 values.append((common, self.source.read(piece, common)))
         self._compare(join, box, values, moved)
+        return values
+
+    def _give(
+        self, join: TensorJoin, box: Box, values: Sequence[tuple[Box, Array]], moved: Moved
+    ) -> None:
+        """Write one block to every target piece that shares it."""
         dtype = join.target.dtype.numpy
-        cast = [(b, v if v.dtype == dtype else v.astype(dtype)) for b, v in values]
         total = moved.sums[join.target.id]
-        for b, v in cast:
+        cast = []
+        for b, read in values:
+            v = self.source.device.cast(read, dtype)
+            if v is not read and not holds(dtype, read.dtype):
+                _in_range(join.target, b, read, v)
+            cast.append((b, v))
             if self.fingerprint:
-                total.add(join.target, b, v)
+                total.add(join.target, b, v, self.source.device.by_rows)
             elif (inside := b & join.target.true) is not None:
                 total.elements += inside.numel
         for target_box, piece in join.wanted.near(box):
             wanted = target_box & box
             if wanted is not None:
                 self._write(piece, wanted, cast)
-        return values
 
     def _write(self, piece: Piece, wanted: Box, values: Sequence[tuple[Box, Array]]) -> None:
-        out: Array | None = None
-        for b, v in values:
-            if b == wanted:
-                out = v
-                break
-            common = b & wanted
-            if common is None:
-                continue
-            part = v[_slices(common, b)]
-            if common == wanted:
-                out = part
-                break
-            if out is None:
-                out = np.zeros(wanted.shape, v.dtype)
-            out[_slices(common, wanted)] = part
-        if out is None:
-            out = np.zeros(wanted.shape, piece.array.dtype.numpy)
-        self.target.write(piece, wanted, out)
-        self.checksums.saw(piece, wanted, out)
-        self.progress(out.nbytes)
+        """Write what was read of a box; what no part holds, as zeros."""
+        parts = [(c, b, v) for b, v in values if (c := b & wanted) is not None]
+        whole = sum(c.numel for c, _, _ in parts) == wanted.numel
+        if whole and all(is_dense(c.shape, piece.strides) for c, _, _ in parts):
+            for common, b, v in parts:  # a part is a run of the target: nothing to put together
+                self._put(piece, common, v if common == b else v[_slices(common, b)])
+            return
+        make = np.empty if whole else np.zeros
+        out = make(wanted.shape, piece.array.dtype.numpy)
+        for common, b, v in parts:
+            out[_slices(common, wanted)] = v[_slices(common, b)]
+        self._put(piece, wanted, out)
+
+    def _put(self, piece: Piece, box: Box, values: Array) -> None:
+        self.target.write(piece, box, values)
+        self.checksums.saw(piece, box, values)
+        self.progress(values.nbytes)
 
     def _compare(
         self, join: TensorJoin, box: Box, values: Sequence[tuple[Box, Array]], moved: Moved
@@ -189,6 +209,22 @@ class Mover:
                 moved.losses.append(Loss("replica-dropped", str(join.source.id), detail))
 
 
+def _in_range(tensor: LogicalTensor, box: Box, values: Array, cast: Array) -> None:
+    """Raises LossError if the target's type cannot hold a value: it has become infinite or NaN."""
+    if cast.dtype.name == "bfloat16":  # numpy's isfinite takes ten times as long
+        if not np.any(cast.view(np.uint16) & 0x7F80 == 0x7F80):
+            return
+    elif np.isfinite(cast).all():
+        return
+    lost = np.isfinite(values) & ~np.isfinite(cast)
+    if lost.any():
+        worst = np.abs(values[lost]).max()
+        raise LossError(
+            f"{tensor.id}: {int(lost.sum())} values in {box}, up to {float(worst):g}, lie beyond "
+            f"what {tensor.dtype.name} holds. Choose a wider --dtype."
+        )
+
+
 def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(
         slice(a - c, b - c) for a, b, c in zip(inner.start, inner.stop, outer.start, strict=True)
@@ -200,14 +236,22 @@ def move_all(
     work: Mapping[str, Sequence[TensorId]],
     executor: Executor | None,
     done: Callable[[str, Moved], None],
+    *,
+    workers: int = 2,
 ) -> None:
-    """Move every name; `done` is called in this thread as each is finished."""
+    """Move every name; `done` is called in this thread as each is finished.
+
+    `workers` of the executor begin as far apart as the names go: neighbours lie in one file, and
+    two writers of one file wait for each other.
+    """
     if executor is None:
         for name, tensors in work.items():
             done(name, mover.move(name, tensors))
         return
     pending: dict[Future[Moved], str] = {}
-    queue = iter(work.items())
+    names = list(work)
+    step = -(-len(names) // workers)
+    queue = ((n, work[n]) for i in range(step) for n in names[i::step])
     try:
         for name, tensors in queue:
             pending[executor.submit(mover.move, name, tensors)] = name

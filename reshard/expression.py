@@ -124,7 +124,11 @@ def _member(value: Value, key: Value) -> Value:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if key in ("zeros", "where_zero"):
             at = [i for i, v in enumerate(value) if not v]
-            return at if key == "where_zero" else next((i for i, v in enumerate(value) if v), 0)
+            return (
+                at
+                if key == "where_zero"
+                else next((i for i, v in enumerate(value) if v), len(value))
+            )
         return value[_number(key)]
     if value == 1 and key in ("zeros", "where_zero"):
         return 0 if key == "zeros" else []

@@ -11,7 +11,15 @@ from typing import Any
 from reshard.checkpoint import Checkpoint, Json
 from reshard.errors import CoverageError, FormatError, UsageError
 from reshard.expression import Value, evaluate
-from reshard.schema import Family, Scope, dialects, families, parse_family
+from reshard.namings import dialects
+from reshard.schema import (
+    Family,
+    ModelType,
+    Scope,
+    families,
+    model_types,
+    parse_family,
+)
 from reshard.tensor import TensorId
 
 #: Where a checkpoint's extras hold the model's config.json, and a trainer's arguments.
@@ -41,14 +49,26 @@ class Known:
         return out
 
 
+_PER_LAYER = {"per_layer", "when", "all", "every"}
+
+
 def _worth(text: object, scope: Scope) -> Value:
-    """An argument's value: an expression, or one per layer (folded if all are alike and true)."""
+    """An argument's value: an expression, or a list with one per layer.
+
+    `when` it does not hold, the argument is not there; `all` stands for a list that is all true,
+    `every` = n for one that is false for each n-th layer alone.
+    """
     if isinstance(text, str):
         return scope.value(text)
-    if isinstance(text, Mapping) and set(text) == {"per_layer"}:
+    if isinstance(text, Mapping) and {"per_layer", "when"} <= set(text) <= _PER_LAYER:
+        if not scope.holds(text["when"]):
+            return None
         layers = range(scope.count("L", "layers"))
         found = [int(bool(scope.at({"l": i}).value(text["per_layer"]))) for i in layers]
-        return 1 if all(found) else list(found) if any(found) else None
+        if "all" in text and all(found):
+            return scope.value(text["all"])
+        n = scope.count(text["every"], "every") if "every" in text else 0
+        return n if n and found == [int((i + 1) % n != 0) for i in layers] else list(found)
     if isinstance(text, bool | int | float | None):
         return text
     raise FormatError(f"{scope.family.name}: args: {text!r} is neither expression nor per_layer")
@@ -88,17 +108,36 @@ def recognised(
 
     --config comes first, then the checkpoint's own config.json, then its trainer's arguments.
     """
-    listed = [named(schema)] if schema is not None else list(families().values())
+    sure = [named(schema)] if schema is not None else None
     own = read_config(config) if config is not None else checkpoint.extras.get(CONFIG)
     if isinstance(own, Mapping):
-        return of_config(own, listed, sure=schema is not None)
+        kind = own.get("model_type")
+        return of_config(own, sure or _with(lambda name, _: name == kind), sure=sure is not None)
     args = {k.removeprefix(ARGS): v for k, v in checkpoint.extras.items() if k.startswith(ARGS)}
-    known = of_args(args, listed, sure=schema is not None) if args else None
+    known = None
+    if args:
+        listed = sure or _with(lambda _, kind: _describe(args, kind))
+        known = of_args(args, listed, sure=sure is not None)
     rows = checkpoint.layout.tensors.get(TensorId("embedding.word_embeddings.weight"))
     if known is None or rows is None:
         return known
     # the reader knows of tokens that a trainer's tokenizer adds to what the arguments say
     return replace(known, config={**known.config, "vocab_size": rows.shape[0]})
+
+
+def _with(fits: Callable[[str, ModelType], bool]) -> list[Family]:
+    """The families that have a fitting model type; no other one's file is read further."""
+    return [
+        families()[name]
+        for name, kinds in model_types().items()
+        if any(fits(kind, row) for kind, row in kinds.items())
+    ]
+
+
+def _describe(args: Mapping[str, Json], kind: ModelType) -> bool:
+    """Whether a trainer's arguments are those of a model type."""
+    lookup: Callable[[str], Value] = args.get
+    return kind.when is not None and bool(evaluate(kind.when, lookup))
 
 
 def of_config(
@@ -124,7 +163,7 @@ def of_args(
         (family, kind)
         for family in listed
         for kind, row in family.types.items()
-        if row.when is not None and evaluate(row.when, lookup)
+        if _describe(args, row)
     ]
     if not fits and sure:
         fits = [(listed[0], next(iter(listed[0].types)))]
@@ -143,9 +182,13 @@ def of_args(
 
 
 def _config(table: Mapping[str, Any], lookup: Callable[[str], Value]) -> dict[str, Value]:
+    """The keys of a config; one without a value is left out, unless its expression is in a list."""
     out: dict[str, Value] = {}
     for key, text in table.items():
         value: Value
+        if isinstance(text, list):  # null says something else than no key
+            out[key] = evaluate(text[0], lookup)
+            continue
         if isinstance(text, str):
             value = evaluate(text, lookup)
         elif isinstance(text, Mapping):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import numpy.typing as npt
 
 from reshard.box import Box, row_major
 from reshard.checksums import NBYTES, crc32c
+from reshard.device import CPU, Device
 from reshard.errors import CorruptError, FormatError
-from reshard.layout import Piece, StoredArray
+from reshard.layout import Codec, Piece, Scaled, StoredArray
+from reshard.workers import for_syncs
 
 Array = npt.NDArray[Any]
 
@@ -31,8 +34,11 @@ class Files:
     `keep`: bytes of grains (arrays that are read whole) kept decoded; the last always is.
     """
 
-    def __init__(self, folder: Path, *, writable: bool = False, keep: int = _KEEP) -> None:
+    def __init__(
+        self, folder: Path, *, writable: bool = False, keep: int = _KEEP, device: Device = CPU
+    ) -> None:
         self.folder = folder
+        self.device = device
         self._flags = os.O_RDWR if writable else os.O_RDONLY
         self._open: OrderedDict[str, int] = OrderedDict()
         self._busy: dict[str, int] = {}
@@ -40,6 +46,8 @@ class Files:
         self._keep = keep
         self._lock = threading.Lock()
         self._written: set[str] = set()
+        #: Is told of every run of an uncompressed array that is read: array, offset in file, bytes.
+        self.watch: Callable[[StoredArray, int, memoryview], None] | None = None
 
     def _acquire(self, name: str) -> int:
         with self._lock:
@@ -100,19 +108,23 @@ class Files:
     def _named(self, error: OSError, name: str) -> OSError:
         return OSError(error.errno, error.strerror, str(self.folder / name))
 
-    def sync_written(self) -> set[str]:
+    def sync_written(self, workers: int = 1) -> set[str]:
         """Make what was written since the last call durable; the files' names."""
         with self._lock:
             names, self._written = self._written, set()
-        for name in sorted(names):
-            fd = self._acquire(name)
-            try:
-                os.fsync(fd)
-            except OSError as error:
-                raise self._named(error, name) from None
-            finally:
-                self._release(name)
+        with for_syncs(workers) as each:
+            for _ in each(self._sync, sorted(names)):
+                pass
         return names
+
+    def _sync(self, name: str) -> None:
+        fd = self._acquire(name)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise self._named(error, name) from None
+        finally:
+            self._release(name)
 
     def close(self) -> None:
         """Close every file."""
@@ -130,7 +142,7 @@ class Files:
     def read(self, piece: Piece, box: Box) -> Array:
         """The values of `box` (inside the piece), as a row-major array of its shape."""
         if piece.codec is not None:
-            return piece.codec.decode(self.read, piece, box)
+            return self._decoded(piece.codec, piece, box)
         array = piece.array
         if array.codec is not None:
             return self._read_packed(piece, box)
@@ -138,6 +150,13 @@ class Files:
         if out.size:
             self._read_into(piece, box, out)
         return out
+
+    def _decoded(self, codec: Codec, piece: Piece, box: Box) -> Array:
+        """The values of `box` through a codec; where it multiplies, on the device."""
+        if not isinstance(codec, Scaled):
+            return codec.decode(self.read, piece, box)
+        values, factors = codec.parts(self.read, piece, box)
+        return self.device.scaled(values, factors, codec.dtype.numpy)
 
     def _read_packed(self, piece: Piece, box: Box) -> Array:
         """The values of `box` out of a grain: an array that is read whole, the last ones kept."""
@@ -154,7 +173,10 @@ class Files:
             if found is not None:
                 self._grains.move_to_end(array)
                 return found
-        made = self._checked(array) if array.codec == "crc32c" else self._decode(array)
+        raw = self._raw(array)
+        if array.codec in ("crc32c", "zstd+crc32c"):
+            raw = self._checked(array, raw)
+        made = raw if array.codec == "crc32c" else self._decode(array, raw)
         with self._lock:
             self._grains[array] = made
             held = sum(g.nbytes for g in self._grains.values())
@@ -162,10 +184,14 @@ class Files:
                 held -= self._grains.popitem(last=False)[1].nbytes
         return made
 
-    def _checked(self, array: StoredArray) -> Array:
-        """The elements of an array with a CRC-32C behind them. Raises CorruptError if it is off."""
+    def _raw(self, array: StoredArray) -> Array:
+        """The bytes of a grain as they are stored."""
         raw = np.empty(array.packed, np.uint8)
         self.pread(array.file, array.offset, as_bytes(raw))
+        return raw
+
+    def _checked(self, array: StoredArray, raw: Array) -> Array:
+        """What lies before the CRC-32C at the end. Raises CorruptError if that is off."""
         elements, stored = raw[:-NBYTES], raw[-NBYTES:]
         found = crc32c(as_bytes(elements))
         if found != int.from_bytes(stored.tobytes(), "little"):
@@ -176,10 +202,10 @@ class Files:
             )
         return elements
 
-    def _decode(self, array: StoredArray) -> Array:
+    def _decode(self, array: StoredArray, raw: Array) -> Array:
         """The elements of a compressed array."""
         where = self.folder / array.file
-        if array.codec != "zstd":
+        if array.codec not in ("zstd", "zstd+crc32c"):
             raise FormatError(f"{where}: {array.key}: the codec {array.codec!r} is not known")
         try:
             import zstandard
@@ -187,11 +213,9 @@ class Files:
             raise FormatError(
                 f"{where}: {array.key} is compressed with zstd; install the package zstandard"
             ) from None
-        raw = bytearray(array.packed)
-        self.pread(array.file, array.offset, memoryview(raw))
         end = array.inner + array.nbytes
         try:
-            with zstandard.ZstdDecompressor().stream_reader(bytes(raw)) as stream:
+            with zstandard.ZstdDecompressor().stream_reader(raw.tobytes()) as stream:
                 data = stream.read(end)
         except zstandard.ZstdError as error:
             raise CorruptError(f"{where}: {array.key}: not a whole zstd stream ({error})") from None
@@ -206,17 +230,21 @@ class Files:
         base = piece.base_of(box)
         span = 1 + sum((n - 1) * s for n, s in zip(box.shape, piece.strides, strict=True))
         if is_dense(box.shape, piece.strides) and out.flags.c_contiguous:
-            self.pread(piece.array.file, piece.array.offset + base * item, as_bytes(out))
+            self._pread(piece.array, base * item, as_bytes(out))
         elif span <= _SPAN * out.size:
             raw = np.empty(span, out.dtype)
-            self.pread(piece.array.file, piece.array.offset + base * item, as_bytes(raw))
-            out[...] = np.lib.stride_tricks.as_strided(
-                raw, box.shape, tuple(s * item for s in piece.strides), writeable=False
-            )
+            self._pread(piece.array, base * item, as_bytes(raw))
+            self.device.gather(raw, piece.strides, out)
         else:
             for i, part in enumerate(_along(box, _widest(box, piece.strides))):
                 axis = _widest(box, piece.strides)
                 self._read_into(piece, part, out[(slice(None),) * axis + (slice(i, i + 1),)])
+
+    def _pread(self, array: StoredArray, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of an array from its byte `start` on."""
+        self.pread(array.file, array.offset + start, out)
+        if self.watch is not None:
+            self.watch(array, array.offset + start, out)
 
     def write(self, piece: Piece, box: Box, values: Array) -> None:
         """Put the values of `box` (inside the piece) where they belong."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from reshard.checkpoint import Checkpoint, Json
 from reshard.errors import CorruptError, FormatError, UsageError
 from reshard.layout import Draft, Layout
+from reshard.plugins import registered
 from reshard.tensor import TensorId
 from reshard.topology import Target, Topology
+from reshard.workers import Each
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,23 @@ class WriteOptions:
     config: str | None = None  # the folder whose config and other files go with the weights
     tokenizer: str | None = None  # the folder whose tokenizer does
     max_shard_size: int | None = None  # bytes
+    compress: int | None = None  # the level of zstd, for formats that compress
+    #: What becomes of opaque data-loader states of another number of ranks: one of CURSORS.
+    data_cursor: str | None = None
+
+
+#: Options that some formats act on, as `takes` names them, and what else to do.
+ACTS_ON_SOME: Mapping[str, tuple[str, str]] = {
+    "vocab_size": (
+        "--vocab-size",
+        "its files say how many rows are true; a step `resize` of --migrate FILE changes them",
+    ),
+    "max_shard_size": ("--max-shard-size", "only hf files are cut by size"),
+    "tokenizer": ("--tokenizer", "only an hf folder has a tokenizer; copy its files yourself"),
+    "data_cursor": ("--data-cursor", "only dcp and torch keep opaque states of data loaders"),
+}
+#: Every rank starts its data anew; every rank has rank 0's state.
+CURSORS = ("reset", "keep-rank0")
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,8 @@ class Declaration:
     explained: frozenset[TensorId] = frozenset()
     feeds: Mapping[TensorId, TensorId] = field(default_factory=dict)
     vocab_size: int | None = None  # true rows of vocabulary tensors, where files do not say
+    #: Writes the files that were laid out and filled into another folder, compressed; their sizes.
+    compress: Callable[[Path, Path, Each], Sequence[Draft]] | None = None
 
 
 @runtime_checkable
@@ -93,7 +115,8 @@ class Format(Protocol):
     `runs` lists the checkpoints of a run folder as (iteration, folder), newest last, and the one
     its tracker names. A format that cannot be written raises FormatError from `declare`.
     A format with a true attribute `generic` (bare files that others hold too) stands back where
-    a specific one fits.
+    a specific one fits. An attribute `takes` names the fields of OpenOptions and WriteOptions that
+    not every format acts on and this one does (`ACTS_ON_SOME`); without it, all of them.
     """
 
     name: str
@@ -146,6 +169,19 @@ class Packs(Protocol):
         ...
 
 
+def kin(form: Format, other: Checkpoint) -> bool:
+    """Whether a checkpoint is one of the same converter's, or a store of such a one."""
+    if _home(find(other.format)) == _home(form):
+        return True
+    packed = pack(other)
+    return packed is not None and _home(find(packed[0])) == _home(form)
+
+
+def _home(form: Format) -> str:
+    """The module that a format comes from."""
+    return type(form).__module__
+
+
 def pack(source: Checkpoint) -> tuple[str, Packed] | None:
     """The name of the format that knows the source's native, and its native as JSON."""
     if source.native is None:
@@ -165,6 +201,16 @@ def unpack(name: str, state: Json, source: Checkpoint) -> object:
     return form.unpack(state, source)
 
 
+def refuse_idle(option: str, *names: str) -> None:
+    """Raises FormatError for an option that none of these formats acts on."""
+    if not any(option in getattr(find(n), "takes", ACTS_ON_SOME) for n in names):
+        flag, instead = ACTS_ON_SOME[option]
+        raise FormatError(
+            f"{flag} does nothing for {' into '.join(dict.fromkeys(names))}: {instead}. "
+            "Leave it away."
+        )
+
+
 def _built_in() -> Iterator[Format]:
     package = importlib.import_module("reshard.converters")
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
@@ -176,7 +222,7 @@ def formats() -> tuple[tuple[Format, ...], tuple[str, ...]]:
     """Every format, ours and registered under `reshard.formats`; and why some were skipped."""
     found = list(_built_in())
     broken: list[str] = []
-    for entry in entry_points(group="reshard.formats"):
+    for entry in registered("reshard.formats"):
         try:
             plug_in = entry.load()
             if not isinstance(plug_in, Format):
@@ -221,6 +267,22 @@ def _candidates(path: Path, options: OpenOptions) -> list[tuple[Format, Path, st
     return specific or found
 
 
+_SHOWN, _LOOKED_AT = 20, 1000  # folders
+
+
+def _held(path: Path, options: OpenOptions) -> list[tuple[str, str]]:
+    """The checkpoints right below a folder, with their formats, by the numbers in their names."""
+    known = [f for f in formats()[0] if options.given.format in (None, f.name)]
+    folders = (p for p in path.iterdir() if p.is_dir()) if path.is_dir() else iter(())
+    found = []
+    for folder in islice(folders, _LOOKED_AT):
+        here = [f for f in known if f.recognise(folder) is not None]
+        here = [f for f in here if not getattr(f, "generic", False)] or here
+        if here:
+            found.append((folder.name, " or ".join(f.name for f in here)))
+    return sorted(found, key=lambda f: [(len(n), n) for n in re.split(r"(\d+)", f[0])])
+
+
 def recognise(path: Path, options: OpenOptions) -> tuple[Format, Path]:
     """The format of a checkpoint or run folder, and the checkpoint's own folder.
 
@@ -239,6 +301,14 @@ def recognise(path: Path, options: OpenOptions) -> tuple[Format, Path]:
     known, _ = formats()
     if options.given.format is not None:
         find(options.given.format)
+    held = _held(path, options)
+    if held:
+        shown = ", ".join(f"{name} ({form})" for name, form in held[:_SHOWN])
+        more = f" and {len(held) - _SHOWN} more" if held[_SHOWN:] else ""
+        raise FormatError(
+            f"{path} holds checkpoints, and no tracker says which is meant: {shown}{more}. Name "
+            f"one, as in {path / held[-1][0]}, or give its number: --iteration N."
+        )
     raise FormatError(
         f"{path} is no checkpoint that reshard knows"
         + (f" as {options.given.format}" if options.given.format else "")
@@ -256,6 +326,11 @@ def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Che
         raise UsageError(f"a vocabulary of {options.vocab_size} tokens; give at least 1")
     if not str(path):
         raise UsageError("the path of the checkpoint is empty")
+    if options.given.variant is not None:
+        raise FormatError(
+            f"--from {options.given.text}: {options.given.variant!r} is a variant of a target; a "
+            "source shows its own. Leave it away."
+        )
     try:
         form, folder = recognise(Path(path), options)
         opened = form.open(folder, options)
@@ -270,4 +345,16 @@ def open_checkpoint(path: str | Path, options: OpenOptions | None = None) -> Che
         ) from None
     if not opened.layout.tensors:
         raise CorruptError(f"{opened.path}: holds no tensor. Save it again.")
+    _check_iteration(Path(path), folder, opened, options.iteration)
     return opened
+
+
+def _check_iteration(path: Path, folder: Path, opened: Checkpoint, wanted: int | None) -> None:
+    """Raises FormatError if a checkpoint that was named itself is not of the wanted iteration."""
+    if wanted is None or folder != path or opened.iteration == wanted:
+        return
+    said = "says no iteration" if opened.iteration is None else f"is of {opened.iteration}"
+    raise FormatError(
+        f"{path} is one checkpoint, and it {said}, not {wanted}. Name the run folder that holds "
+        "it, or leave --iteration away."
+    )

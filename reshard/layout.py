@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ from reshard.box import Box, flat_boxes, row_major, uncovered
 from reshard.dtypes import DType
 from reshard.errors import CoverageError
 from reshard.tensor import LogicalTensor, TensorId
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class StoredArray:
     `codec` "zstd": the elements lie somewhere in a compressed run, read and written whole:
     bytes [offset, offset + packed) hold the stream, the elements start at byte `inner` of it.
     `codec` "crc32c": the elements as they are, then their CRC-32C; read whole and checked.
+    `codec` "zstd+crc32c": a compressed run of exactly the elements, then the CRC-32C of that run.
     """
 
     file: str
@@ -36,6 +39,11 @@ class StoredArray:
     codec: str | None = None
     packed: int = 0  # bytes of the compressed run, or of elements and checksum
     inner: int = 0  # bytes into the decompressed run
+
+    @property
+    def plain(self) -> bool:
+        """Whether the elements lie in the file as they are."""
+        return self.codec in (None, "crc32c")
 
     @property
     def numel(self) -> int:
@@ -57,6 +65,22 @@ class Codec(Protocol):
 
     def decode(self, read: Read, piece: Piece, box: Box) -> npt.NDArray[np.generic]:
         """The logical values of a box of the piece."""
+        ...
+
+
+@runtime_checkable
+class Scaled(Codec, Protocol):
+    """A codec that multiplies, once, by factors: a device can do that."""
+
+    @property
+    def dtype(self) -> DType:
+        """Of the values that it gives."""
+        ...
+
+    def parts(
+        self, read: Read, piece: Piece, box: Box
+    ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+        """The stored values of a box of the piece, and the fp32 factor of each."""
         ...
 
 
@@ -155,11 +179,14 @@ class Layout:
         """All pieces of a tensor, replicas included, in the order their holders wrote them."""
         return self.pieces_of(tensor)
 
-    def check(self, tensor: TensorId) -> None:
-        """Raises CoverageError if the pieces leave a gap in the tensor or leave its bounds."""
+    def check(self, tensor: TensorId, pieces: Sequence[Piece] | None = None) -> None:
+        """Raises CoverageError if the pieces leave a gap in the tensor or leave its bounds.
+
+        `pieces`: the tensor's, where they are at hand.
+        """
         whole = self.tensors[tensor]
         bounds = Box.whole(whole.space)
-        pieces = self.pieces(tensor)
+        pieces = self.pieces(tensor) if pieces is None else pieces
         for p in pieces:
             if len(p.box.start) != len(bounds.start) or p.box not in bounds:
                 raise CoverageError(
@@ -183,6 +210,31 @@ class Checksum:
     array: StoredArray
     at: tuple[int, ...]  # byte offsets in the same file, all after the array's end
     kind: str = "crc32"  # or "crc32c"
+
+
+class Made(Sequence[T]):
+    """A sequence that is made anew whenever it is gone through, so that none of it is held."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[[], Iterable[T]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.make())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return any(True for _ in self)
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[T]: ...
+    def __getitem__(self, at: int | slice) -> T | Sequence[T]:
+        return list(self)[at]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from reshard.checkpoint import Json
 from reshard.containers.small import JSON, read_small
+from reshard.digests import listing
 from reshard.errors import CorruptError
-from reshard.fingerprint import Sum, slot_digests
-from reshard.plan import Plan
+from reshard.fingerprints import Sum, slot_digests
+from reshard.join import Plan
 from reshard.tensor import TensorId
 
 NAME = "reshard.json"
@@ -75,14 +76,20 @@ def _files(tensors: int) -> int:
 
 
 def write(
-    folder: Path, first: Mapping[str, Json], plan: Plan, sums: Mapping[TensorId, Sum]
+    folder: Path,
+    first: Mapping[str, Json],
+    plan: Plan,
+    sums: Mapping[TensorId, Sum],
+    digests: Mapping[str, str],
 ) -> None:
-    """Write the rows, then the manifest itself."""
+    """Write the rows, the list of digests for `xxhsum -c`, then the manifest itself."""
     rows = _rows(plan, sums, fingerprinted=bool(first["verified"]))
     for i in range(_files(len(sums))):
         with open(folder / TENSORS.format(i), "w") as out:
             for _, row in zip(range(_ROWS), rows, strict=False):
                 out.write(json.dumps(row) + "\n")
+    if (listed := listing(digests)) is not None:
+        (folder / listed[0]).write_bytes(listed[1])
     (folder / NAME).write_text(json.dumps(first, indent=1) + "\n")
 
 

@@ -17,6 +17,7 @@ from reshard.dtypes import named
 from reshard.errors import FormatError, LossError, UsageError
 from reshard.format import Loss
 from reshard.layout import Layout, Piece
+from reshard.options import misfit
 from reshard.tensor import MASTER, PARAM, STEP, LogicalTensor, TensorId
 
 
@@ -127,6 +128,13 @@ def read_migration(path: str | Path) -> Migration:
 
 
 _LISTS, _TEXTS = ("names", "slots"), ("match", "to", "group_of")
+_TAKES = {
+    **dict.fromkeys(_LISTS, "a list of texts"),
+    **dict.fromkeys(_TEXTS, "a text"),
+    "rows": "a whole number above 0",
+    "step": "a number from 0 on",
+    "set": "a table, as in { weight_decay = 0.0 }",
+}
 
 
 def _step(row: Mapping[str, Any], where: str) -> Step:
@@ -148,17 +156,29 @@ def _step(row: Mapping[str, Any], where: str) -> Step:
 def _check(name: str, value: object, where: str) -> None:
     """Raises FormatError for a value of another type than the key has."""
     if name in _LISTS:
-        fits = isinstance(value, list) and value and all(isinstance(x, str) for x in value)
+        fits = isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
     elif name in _TEXTS:
         fits = isinstance(value, str)
     elif name == "rows":
         fits = type(value) is int and value > 0
     elif name == "step":
-        fits = isinstance(value, int | float) and value >= 0
+        fits = type(value) in (int, float) and 0 <= value < 2**53  # type: ignore[operator]  # so
     else:
-        fits = name != "set" or isinstance(value, dict)
+        fits = name != "set" or (isinstance(value, dict) and bool(value))
     if not fits:
-        raise FormatError(f"{where}: {name} = {value!r} is not what {name} takes")
+        raise FormatError(
+            f"{where}: {name} = {value!r:.100} is not what {name} takes: {_TAKES[name]}"
+        )
+    for option, given in value.items() if isinstance(value, dict) and name == "set" else ():
+        _check_option(option, given, None, where)
+
+
+def _check_option(option: str, given: object, held: Json, where: str) -> None:
+    """Raises FormatError for an option of a param group of another type than it has."""
+    wanted = misfit(option, given, held)
+    if wanted is not None:
+        now = "" if held is None else f"; it is {held!r:.60} now"
+        raise FormatError(f"{where}: set.{option} = {given!r:.100}: give {wanted}{now}")
 
 
 # --- applying it ---------------------------------------------------------------------------------
@@ -423,6 +443,8 @@ def _options(checkpoint: Checkpoint, step: Options) -> Migrated:
         if rest or not group.members:
             groups.append(ParamGroup(group.options, rest))
         if inside:
+            for k, v in step.set.items():
+                _check_option(k, v, group.options.get(k), "options")
             groups.append(ParamGroup({**group.options, **step.set}, inside))
             losses += [
                 Loss("migrated", f"param_groups.{k}", f"{group.options.get(k)} -> {v}, as asked")

@@ -13,8 +13,10 @@ import numpy.typing as npt
 from reshard.checkpoint import Json
 from reshard.dialect import Held, Stored, View, expand, logical_names
 from reshard.errors import CoverageError, FormatError, LayoutError
-from reshard.schema import Family, Scope, dialects
+from reshard.namings import dialects
+from reshard.schema import Family, Scope
 from reshard.splice import Link, splice
+from reshard.tensor import EXP_AVG, PARAM
 
 Array = npt.NDArray[Any]
 
@@ -59,17 +61,21 @@ def prove(family: Family) -> list[Proven]:
     for number, example in enumerate(family.examples):
         scope = Scope(family, example)
         logical = logical_names(scope)
-        seen: dict[str, dict[str, Stored]] = {}
-        for dialect in spoken_by(family, scope):
-            stored = {n: s for n, s in expand(scope, dialect).items() if not s.spare}
-            _each_once(family, dialect, stored, logical)
-            for tensor in stored.values():
-                _tiled(tensor)
-            seen[dialect] = stored
-            out.append(Proven(number, dialect, len(stored), len(logical)))
-        for mine in seen:
-            for theirs in seen:
-                _joined(seen[mine], seen[theirs], f"{theirs} -> {mine}")
+        spoken = spoken_by(family, scope)
+        for slot in (PARAM, EXP_AVG):
+            seen: dict[str, dict[str, Stored]] = {}
+            for dialect in spoken:
+                every = expand(scope, dialect).items()
+                stored = {n: s for n, s in every if not s.spare and s.takes(slot)}
+                _each_once(family, dialect, stored, logical)
+                for tensor in stored.values():
+                    _tiled(tensor)
+                seen[dialect] = stored
+            for mine in seen:
+                for theirs in seen:
+                    _joined(seen[mine], seen[theirs], f"{theirs} -> {mine}")
+            if slot == PARAM:
+                out += [Proven(number, d, len(s), len(logical)) for d, s in seen.items()]
     return out
 
 

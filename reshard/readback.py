@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from reshard import digests
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.checksums import KINDS
+from reshard.device import CPU, Device
 from reshard.errors import CorruptError, ReplicaError, VerifyError
 from reshard.files import Files, as_bytes, blocks, is_dense
-from reshard.fingerprint import Sum
+from reshard.fingerprints import Sum
+from reshard.join import cover
 from reshard.layout import Checksum, Draft, Piece
-from reshard.plan import cover
 from reshard.tensor import LogicalTensor, TensorId
+from reshard.workers import spread
 
 Array = npt.NDArray[Any]
+#: Fingerprints of pieces, by tensor, box, file and offset.
+Seen = dict[tuple[TensorId, Box, str, int], tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -35,15 +40,19 @@ class _Stream:
     """One file read forward once: every byte hashed, arrays' CRCs patched in ahead."""
 
     def __init__(
-        self, files: Files, name: str, draft: Draft | None, progress: Callable[[int], object]
+        self,
+        files: Files,
+        name: str,
+        draft: Draft,
+        digest: digests.Digest,
+        progress: Callable[[int], object],
     ) -> None:
-        self.files, self.name, self.at = files, name, 0
-        self.digest = xxhash.xxh3_128()
+        self.files, self.name, self.at, self.size = files, name, 0, draft.size
+        self.digest = digest
         self.progress = progress
-        self.crcs: dict[int, tuple[int, Checksum]] = {}  # array start -> end, what is wanted
-        if draft is not None:
-            for c in draft.checksums:
-                self.crcs[c.array.offset] = (c.array.offset + c.array.nbytes, c)
+        # array start -> end, what is wanted
+        self.crcs = {c.array.offset: (c.array.offset + c.array.nbytes, c) for c in draft.checksums}
+        self.stops = sorted({o for start, (end, _) in self.crcs.items() for o in (start, end)})
         self.crc = 0
         self.current: tuple[int, Checksum] | None = None
 
@@ -73,9 +82,7 @@ class _Stream:
 
     def skip_to(self, offset: int, block: int) -> None:
         """Read on to an offset, stopping at every array whose CRC is wanted."""
-        stops = sorted(
-            {o for s, (e, _) in self.crcs.items() for o in (s, e) if self.at < o < offset}
-        )
+        stops = self.stops[bisect_right(self.stops, self.at) : bisect_left(self.stops, offset)]
         for stop in (*stops, offset):
             while self.at < stop:
                 self.take(min(block, stop - self.at))
@@ -86,35 +93,65 @@ def read_files(
     drafts: Sequence[Draft],
     *,
     elements: int,
+    workers: int = 1,
+    device: Device = CPU,
+    digest: str = digests.USUAL,
     progress: Callable[[int], object] = lambda _: None,
 ) -> ReadBack:
-    """Read staged files cold: one forward pass gives CRCs (patched in), digest, fingerprints."""
+    """Read staged files cold: one forward pass gives CRCs (patched in), digest, fingerprints.
+
+    `workers` files are read at a time, by blocks of `elements` each. `digest`: its kind.
+    """
     result = ReadBack()
     by_file: dict[str, list[tuple[Piece, TensorId]]] = {}
     for tensor in checkpoint.layout.tensors:
         for piece in checkpoint.layout.pieces(tensor):
             by_file.setdefault(piece.array.file, []).append((piece, tensor))
-    seen: dict[tuple[TensorId, Box, str, int], tuple[int, int]] = {}
     named = {d.name: d for d in drafts}
-    block = elements * 8
-    with Files(checkpoint.path, writable=True) as files:
-        for name in sorted({*named, *by_file}):
-            draft = named.get(name)
-            if draft is None:
-                raise VerifyError(f"{checkpoint.path / name}: read back, but never written")
-            stream = _Stream(files, name, draft, progress)
-            dense = [(p, t) for p, t in by_file.get(name, ()) if is_dense(p.box.shape, p.strides)]
-            for piece, tensor in sorted(dense, key=lambda item: _start(item[0])):
-                if _start(piece) < stream.at:
-                    continue  # shares bytes with a piece already read; read again below
-                stream.skip_to(_start(piece), block)
-                logical = checkpoint.layout.tensors[tensor]
-                seen[_key(tensor, piece)] = _take_piece(stream, piece, logical, elements)
-            stream.skip_to(draft.size, block)
-            result.digests[name] = f"xxh3_128:{stream.digest.hexdigest()}"
-        for tensor, logical in checkpoint.layout.tensors.items():
-            result.sums[tensor] = _combine(checkpoint, logical, seen, files, elements)
+    for name in by_file:
+        if name not in named:
+            raise VerifyError(f"{checkpoint.path / name}: read back, but never written")
+    seen: Seen = {}
+    with (
+        Files(checkpoint.path, writable=True, device=device) as files,
+        spread(workers) as each,
+    ):
+
+        def read(name: str) -> tuple[str, str, Seen]:
+            taken = digests.KINDS[digest]()
+            stream = _Stream(files, name, named[name], taken, progress)
+            found = _read_file(checkpoint, stream, by_file.get(name, ()), elements)
+            return name, digests.spelled(digest, taken), found
+
+        for name, spelled, found in each(read, sorted(named)):
+            result.digests[name] = spelled
+            seen |= found
+
+        def combine(logical: LogicalTensor) -> Sum:
+            return _combine(checkpoint, logical, seen, files, elements)
+
+        tensors = checkpoint.layout.tensors
+        result.sums.update(zip(tensors, each(combine, tensors.values()), strict=True))
     return result
+
+
+def _read_file(
+    checkpoint: Checkpoint,
+    stream: _Stream,
+    pieces: Iterable[tuple[Piece, TensorId]],
+    elements: int,
+) -> Seen:
+    """Read one file to its end; the fingerprints of the pieces that lie in it front to back."""
+    seen: Seen = {}
+    dense = [(p, t) for p, t in pieces if p.array.plain and is_dense(p.box.shape, p.strides)]
+    for piece, tensor in sorted(dense, key=lambda item: _start(item[0])):
+        if _start(piece) < stream.at:
+            continue  # shares bytes with a piece already read; read again when combined
+        stream.skip_to(_start(piece), elements * 8)
+        logical = checkpoint.layout.tensors[tensor]
+        seen[_key(tensor, piece)] = _take_piece(stream, piece, logical, elements)
+    stream.skip_to(stream.size, elements * 8)
+    return seen
 
 
 def _start(piece: Piece) -> int:
@@ -133,7 +170,7 @@ def _take_piece(
         box = part.shift(piece.box.start)
         n = box.numel * piece.array.dtype.itemsize
         values = stream.take(n).view(piece.array.dtype.numpy).reshape(box.shape)
-        total.add(logical, box, values)
+        total.add(logical, box, values, stream.files.device.by_rows)
     return (total.a, total.b)
 
 
@@ -183,7 +220,7 @@ def _part(
     total = Sum()
     for part in blocks(box.shape, elements):
         inner = part.shift(box.start)
-        total.add(logical, inner, files.read(piece, inner))
+        total.add(logical, inner, files.read(piece, inner), files.device.by_rows)
     return (total.a, total.b)
 
 

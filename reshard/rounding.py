@@ -40,6 +40,7 @@ class Rounding:
     zeroed: int = 0
     shifted: int = 0
     elements: int = 0
+    matrix: bool = True  # a norm may be a 16-bit gain less 1: far from its fp32 master
     examples: list[str] = field(default_factory=list)
 
     @classmethod
@@ -51,7 +52,7 @@ class Rounding:
             return None
         if weight.dtype.name not in ("bfloat16", "float16") or master.dtype.name != "float32":
             return None
-        return cls(weight.dtype.numpy, weight.true)
+        return cls(weight.dtype.numpy, weight.true, matrix=len(weight.shape) > 1)
 
     def compare(
         self, box: Box, weights: Sequence[tuple[Box, Array]], masters: Sequence[tuple[Box, Array]]
@@ -100,6 +101,13 @@ class Rounding:
                 "fully_reshardable writer makes when a buffer has several buckets (Megatron-LM PR "
                 "#5077). The weights are right, the optimizer state is not: take it from a "
                 "checkpoint in another optimizer format, or convert with --weights-only."
+            )
+        if self.matrix and 2 * self.far > self.elements >= _RUN:
+            raise CorruptError(
+                f"{name}: {self.far} of {self.elements} fp32 masters are not those of the stored "
+                "weight, nor one step from it: weights and optimizer state are of two saves, or a "
+                "rank's file lies under another rank's name. Copy the checkpoint again, or convert "
+                "the weights with --weights-only."
             )
         if self.different:
             detail = f"{self.different} of {self.elements} masters do not round to the weight"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from reshard import tables
 from reshard.errors import FormatError
 from reshard.expression import Value, evaluate, names_in
+from reshard.namings import Dialect, dialects
 
 MODEL = "model"  # the block of tensors that stand once, outside every stack
 _PLACE = re.compile(r"<([^<>]+)>")
@@ -68,6 +68,8 @@ class Entry:
 
     `spare`: read if it is there (a redundant copy of a tied head) and never written.
     `add`: the stored value is the logical one plus this; weights and masters only.
+    `slots`: what is written under this name: "weight" (and master), "state" of the optimizer, or
+    "all" (torchtitan's state dict has wq, its optimizer the fused wqkv). Read is what is there.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Entry:
     when: str | None = None
     spare: bool = False
     add: float = 0.0
+    slots: str = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +102,6 @@ class Run:
     #: A run whose tensors a checkpoint may leave out altogether (MTP layers): the dimension
     #: that is then 0.
     optional: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """Whose names these are. `base`: whose spelling holds where this one is silent."""
-
-    name: str
-    naming: str
-    base: str | None
-    title: str
-    args: Mapping[str, Any]  # the trainer's arguments, as expressions over the family's dimensions
-    drop: tuple[str, ...]  # globs of buffers that are made anew
-    inherited: bool  # a family that extends another has its names too
-    order: tuple[str, ...] = ()  # parts of names, as siblings follow each other in the modules
-    ordered: frozenset[str] = frozenset()  # model types whose modules are in that order
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +136,7 @@ class Family:
     args: Mapping[str, Any]  # over the common ones of the mcore dialect
     config: Mapping[str, Any]  # config.json as expressions over a trainer's args
     refuse: Mapping[str, Refusal]  # dialect -> why it is not done
+    tell: Mapping[str, Sequence[Refusal]]  # dialect -> what of the config it does not carry
     examples: Sequence[Mapping[str, Value]]
 
     def speaks(self, dialect: str) -> bool:
@@ -159,53 +148,20 @@ class Family:
 
 
 @cache
-def texts(folder: str) -> Mapping[str, str]:
-    """The TOML files of `families` or `dialects`: name without suffix to text, in name order."""
-    found = files("reshard.schemas").joinpath(folder)
-    named = {p.name.removesuffix(".toml"): p for p in found.iterdir() if p.name.endswith(".toml")}
-    return {name: named[name].read_text(encoding="utf-8") for name in sorted(named)}
-
-
-@cache
-def dialects() -> Mapping[str, Dialect]:
-    """Every dialect in schemas/dialects, by name."""
-    return {name: _dialect(name, _toml(text, name)) for name, text in texts("dialects").items()}
-
-
-def _dialect(name: str, table: Mapping[str, Any]) -> Dialect:
-    return Dialect(
-        name,
-        table["naming"],
-        table.get("base"),
-        table.get("title", ""),
-        table.get("args", {}),
-        tuple(table.get("drop", ())),
-        table.get("inherited", True),
-        tuple(table.get("order", ())),
-        frozenset(table.get("ordered", ())),
-    )
-
-
-def module_order(names: Collection[str], dialect: str, model_type: object) -> list[str] | None:
-    """Tensor names in the order in which the model's modules are made; None where not known."""
-    said = dialects()[dialect]
-    parts = {p for name in names for p in name.split(".") if not p.isdigit()}
-    if model_type not in said.ordered or not parts <= set(said.order):
-        return None
-    return in_order(names, said.order)
-
-
-def in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
-    """Names sorted part by part: numbers by value, words as they stand in `order`."""
-    rank = {part: i for i, part in enumerate(order)}
-    return sorted(names, key=lambda n: [int(p) if p.isdigit() else rank[p] for p in n.split(".")])
-
-
-@cache
 def families() -> Mapping[str, Family]:
     """Every family in schemas/families, by name."""
-    found = texts("families")
-    return {name: parse_family(text, name) for name, text in found.items()}
+    return tables.Tables("families", parse_family)
+
+
+@cache
+def model_types() -> Mapping[str, Mapping[str, ModelType]]:
+    """The `types` of every family in schemas/families, without the rest of its file."""
+    found = tables.names("families")
+    return {name: _types(tables.section("families", name, "types")) for name in found}
+
+
+def _types(rows: Mapping[str, Any]) -> dict[str, ModelType]:
+    return {k: ModelType(v["class"], v.get("when")) for k, v in rows.items()}
 
 
 def parse_family(text: str, where: str) -> Family:
@@ -213,23 +169,16 @@ def parse_family(text: str, where: str) -> Family:
 
     Raises FormatError naming the key that is missing or not understood.
     """
-    table = _toml(text, where)
+    table = tables.parsed(text, where)
     try:
         return _family(table, where)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise FormatError(f"{where}: not a family file: {type(error).__name__}: {error}") from error
 
 
-def _toml(text: str, where: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise FormatError(f"{where}: not TOML: {error}") from error
-
-
 _KEYS = {
     "family", "title", "types", "extends", "remove", "defaults", "dims", "indices", "runs",
-    "logical", "args", "config", "refuse", "examples",
+    "logical", "args", "config", "refuse", "tell", "examples",
 }  # fmt: skip
 
 
@@ -250,12 +199,13 @@ def _family(table: Mapping[str, Any], where: str) -> Family:
             _take_logical(logical, entries, block, name, dict(row), known)
     for dialect in known:
         for block, members in table.get(dialect, {}).items():
-            for name, row in members.items():
-                _put(entries.setdefault(dialect, {}).setdefault(block, []), entry_of(name, row))
+            for name, rows in members.items():
+                for row in rows if isinstance(rows, list) else [rows]:
+                    _put(entries.setdefault(dialect, {}).setdefault(block, []), entry_of(name, row))
     return Family(
         name=table["family"],
         title=table.get("title", table["family"]),
-        types={k: ModelType(v["class"], v.get("when")) for k, v in table["types"].items()},
+        types=_types(table["types"]),
         defaults={**base.defaults, **table.get("defaults", {})},
         dims={**base.dims, **table.get("dims", {})},
         indices={**base.indices, **table.get("indices", {})},
@@ -268,20 +218,26 @@ def _family(table: Mapping[str, Any], where: str) -> Family:
             d: Refusal(r, None) if isinstance(r, str) else Refusal(r["why"], r.get("when"))
             for d, r in table.get("refuse", {}).items()
         },
+        tell={
+            **base.tell,
+            **{
+                d: tuple(Refusal(r["why"], r["when"]) for r in rows)
+                for d, rows in table.get("tell", {}).items()
+            },
+        },
         examples=tuple(table["examples"]),
     )
 
 
-_EMPTY = Family("", "", {}, {}, {}, {}, (), {}, {}, {}, {}, {}, ())
+_EMPTY = Family("", "", {}, {}, {}, {}, (), {}, {}, {}, {}, {}, {}, ())
 
 
 def _base(name: str | None) -> Family:
     if name is None:
         return _EMPTY
-    text = texts("families").get(name)
-    if text is None:
+    if name not in families():
         raise FormatError(f"extends {name!r}, which is no family")
-    return parse_family(text, name)
+    return families()[name]
 
 
 def _runs(rows: Sequence[Mapping[str, Any]] | None, base: Sequence[Run]) -> Sequence[Run]:
@@ -345,6 +301,7 @@ def _put(listed: list[Entry], entry: Entry) -> None:
         if entry.spare
         or e.spare
         or e.when != entry.when
+        or e.slots != entry.slots
         or not (e.name == entry.name or mine & set(leaves_of(e.made)))
     ]
     listed.append(entry)
@@ -357,12 +314,14 @@ def entry_of(name: str, row: str | Mapping[str, Any]) -> Entry:
     """An entry from its TOML value: a logical name, or a table."""
     if isinstance(row, str):
         return Entry(name, Leaf(row))
-    known = {*_MADE, "groups", "over", "count", "heads", "when", "spare", "add"}
+    known = {*_MADE, "groups", "over", "count", "heads", "when", "spare", "add", "slots"}
     if unknown := [k for k in row if k not in known]:
         raise FormatError(f"{name}: unknown keys {unknown}")
-    return Entry(
-        name, _made(row, name), row.get("when"), row.get("spare", False), float(row.get("add", 0))
-    )
+    slots = row.get("slots", "all")
+    if slots not in ("all", "weight", "state"):
+        raise FormatError(f"{name}: slots = {slots!r}; weight, state or all")
+    spare, add = row.get("spare", False), float(row.get("add", 0))
+    return Entry(name, _made(row, name), row.get("when"), spare, add, slots)
 
 
 def _made(row: str | Mapping[str, Any], where: str) -> Made:
@@ -499,3 +458,9 @@ def sensitive(family: Family, texts: Sequence[str], variables: frozenset[str]) -
 def spelled(pattern: str, scope: Scope) -> str:
     """A name with its <expressions> put in."""
     return _PLACE.sub(lambda m: str(scope.value(m[1])), pattern)
+
+
+def pattern(name: str) -> str:
+    """A regular expression for every name that `spelled` can make of a pattern."""
+    parts = _PLACE.split(name)
+    return "".join(r"\d+" if i % 2 else re.escape(p) for i, p in enumerate(parts))

@@ -14,6 +14,10 @@ _DEGREES = re.compile(r"(?:(?:zero|tp|pp|vpp|ep|etp|cp|dp)\d+)+")
 _RUN = re.compile(r"(?:(zero|tp|pp|vpp|ep|etp|cp|dp)(\d+))")
 
 
+#: The largest degree; more ranks than any job has, each of which costs memory.
+_MOST = 1_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """How many ranks cut the model along each parallel axis.
@@ -67,6 +71,8 @@ def parse_degrees(text: str) -> dict[str, int]:
             raise UsageError(f"{text!r} names {name} twice")
         if n < 1 and name != "zero":
             raise UsageError(f"{text!r}: {name} must be at least 1")
+        if n > _MOST:
+            raise UsageError(f"{text!r}: {name} may be {_MOST} at most")
         found[name] = n
         at = m.end()
     return found
@@ -91,8 +97,9 @@ class Target:
         """The options, if all of them are known. Raises UsageError naming the first that is not."""
         for key in self.options:
             if key not in known:
+                listed = ", ".join(known) or "none"
                 raise UsageError(
-                    f"{self.text!r}: option {key!r} is not known here; known: {', '.join(known)}"
+                    f"{self.text!r}: option {key!r} is not known here; known: {listed}"
                 )
         return self.options
 

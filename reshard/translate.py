@@ -11,15 +11,14 @@ from reshard.codec import Add, shifted
 from reshard.dialect import Held, Stored, View, expand
 from reshard.dtypes import DType
 from reshard.errors import CoverageError, FormatError, LayoutError, LossError
+from reshard.expression import names_in
 from reshard.families import Known
 from reshard.format import Loss
 from reshard.layout import Layout, Piece
-from reshard.schema import Family, Scope, dialects, module_order
+from reshard.namings import dialects, module_order
+from reshard.schema import Family, Scope
 from reshard.splice import Link, Splice, splice
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
-
-#: The dialect that is written under a naming, where nothing else is asked for.
-WRITTEN = {"megatron": "mcore", "torch": "hf"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def translate(checkpoint: Checkpoint, known: Known, to: str) -> Translation:
     tensors, add = _tensors(checkpoint, mine, made, shapes)
     dtypes = {t: v.dtype for t, v in tensors.items()}
     maker = _Maker(checkpoint, made, add, dtypes)
-    members = {n: [s.name for s, _ in m] for n, m in made.items()}
+    members = {n: [s.name for s, _ in m] for n, m in made.items() if mine[n].slots != "weight"}
     translated = replace(
         checkpoint,
         layout=Layout(tensors, maker.pieces, dialects()[to].naming),
@@ -84,6 +83,8 @@ def translate(checkpoint: Checkpoint, known: Known, to: str) -> Translation:
         extras={**checkpoint.extras, **known.extras(to, scope)},
         native=None,
     )
+    if said != to:
+        notes += [r.why for r in known.family.tell.get(to, ()) if scope.holds(r.when)]
     dropped = _dropped(checkpoint, theirs)
     losses = [Loss("buffer-dropped", n, "made anew from the config") for n in dropped]
     losses += _rounded(maker)
@@ -91,11 +92,11 @@ def translate(checkpoint: Checkpoint, known: Known, to: str) -> Translation:
 
 
 def _rounded(maker: _Maker) -> list[Loss]:
-    """What adding a constant costs: bits, wherever a narrow dtype rounds the sum."""
+    """What adding a constant costs: bits, wherever the dtype rounds the sum."""
     out = []
     for tensor, dtype in maker.dtypes.items():
         added = {maker.add[tensor.name] - s.add for s, _ in maker.made[tensor.name]} - {0.0}
-        if added and tensor.slot in (PARAM, MASTER) and dtype.itemsize < 4:
+        if added and tensor.slot in (PARAM, MASTER) and dtype.itemsize < 8:
             detail = f"{added.pop():+g} is added and the sum rounded to {dtype.name}"
             out.append(Loss("rounded", str(tensor), detail))
     return out
@@ -149,7 +150,9 @@ def _without_optional(scope: Scope, dialect: str, names: Iterable[str]) -> tuple
         ]
         if not there & set(mine):
             scope = scope.fix({run.optional: 0})
-            notes.append(f"the config names MTP layers ({run.name}) and the source has none")
+            asked = names_in(scope.family.dims.get(run.optional, run.optional))
+            if any(scope.config.get(key) for key in asked):
+                notes.append(f"the config names MTP layers ({run.name}) and the source has none")
     return scope, notes
 
 
@@ -158,7 +161,7 @@ def _complete(
 ) -> None:
     """Every tensor that the model has is there, in its shape, and no other."""
     there = {t.name for t in checkpoint.layout.tensors}
-    missing = [n for n, s in expected.items() if n not in there and not s.spare]
+    missing = [n for n, s in expected.items() if n not in there and not s.spare and s.takes(PARAM)]
     drop = dialects()[dialect].drop
     extra = [
         n
@@ -298,7 +301,7 @@ def _tensors(
     for name, stored in mine.items():
         first = made[name][0][0]
         wanted = dict.fromkeys(s for part, _ in made[name] for s in slots.get(part.name, ()))
-        for slot in wanted:
+        for slot in filter(stored.takes, wanted):
             parts = [theirs[t] for s, _ in made[name] if (t := TensorId(s.name, slot)) in theirs]
             kinds = {p.dtype for p in parts}
             if len(kinds) > 1:

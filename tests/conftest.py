@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import matrix
-from support import archive_of
+import support
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,8 +33,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def unpack(name: str) -> Path:
         folder = root / name
         if not folder.exists():
-            with tarfile.open(archive_of(name)) as archive:
-                archive.extractall(folder.parent, filter="data")
+            support.unpack(support.archive_of(name), folder.parent)
             for file in folder.parent.rglob("*"):
                 if file.is_file():
                     file.chmod(0o444)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.files import Files
-from reshard.plan import cover
+from reshard.join import cover
 from reshard.readback import read_block
 from reshard.tensor import TensorId
 

@@ -11,9 +11,9 @@ import pytest
 from reshard.box import Box, flat_boxes, row_major, uncovered
 from reshard.dtypes import named
 from reshard.files import Files, blocks
-from reshard.fingerprint import Sum, lanes
+from reshard.fingerprints import Sum, lanes
+from reshard.join import cover
 from reshard.layout import Piece, StoredArray, place, place_flat, refactor
-from reshard.plan import cover
 from reshard.tensor import LogicalTensor, TensorId
 
 

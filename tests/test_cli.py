@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -127,6 +128,18 @@ def test_dry_run_writes_nothing(unpacked: Unpack, tmp_path: Path) -> None:
         (("inspect", "NOWHERE"), 1, "does not exist"),
         (("inspect", "EMPTY"), 1, "no checkpoint that reshard knows"),
         (("inspect", "SRC", "--iteration", "9"), 1, "no iteration 9"),
+        (("inspect", "ONE", "--iteration", "9"), 1, "is one checkpoint, and it is of 3, not 9"),
+        (("diff", "SRC", "SRC", "--iteration", "9"), 1, "no iteration 9"),
+        (("diff", "SRC", "SRC", *("--iteration", "3") * 3), 2, "twice at most"),
+        (("diff", "SRC", "SRC", "--from", "tp1", "--from", "tp2"), 1, "--from says tp=2"),
+        (("convert", "SRC", "OUT", "--to", "megatron:tp2", "--like", "HUB"), 2, "HUB is a checkpo"),
+        (("convert", "SRC", "LONG", "--to", "tp2"), 1, "the name of DST has 240 bytes"),
+        (("convert", "SRC", "OUT", "--to", "vocab_divisor=x"), 2, "a number of rows is expected"),
+        (("convert", "SRC", "OUT", "--to", "vocab_divisor=0"), 2, "a number of rows is expected"),
+        (("convert", "SRC", "OUT", "--to", "tp1,first=x"), 2, "a number of layers is expected"),
+        (("convert", "SRC", "OUT", "--to", "dp99999999999"), 2, "dp may be 1000000 at most"),
+        (("convert", "SRC", "OUT", "--to", "tp2", "--dtype", "fp8"), 2, "--dtype: dtype 'fp8' is"),
+        (("convert", "SRC", "DEEP", "--to", "tp2"), 1, "at most go through"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -137,12 +150,37 @@ def test_what_is_wrong_is_said(
         "OUT": str(tmp_path / "out"),
         "NOWHERE": str(tmp_path / "nowhere"),
         "EMPTY": str(tmp_path),
+        "ONE": str(unpacked("megatron/a-tp1pp1") / "dist" / "iter_0000003"),
+        "HUB": str(unpacked("hf/llama2") / "plain"),
+        "LONG": str(tmp_path / ("n" * 240)),
+        "DEEP": str(tmp_path) + "/n" * 2000,
     }
     done = run(*(places.get(a, a) for a in args))
     assert done.exit_code == code, done.output
-    assert message in done.stderr
+    assert message.replace("HUB", places["HUB"]) in done.stderr
     assert "Traceback" not in done.output
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_folder_without_a_tracker_says_what_it_holds(
+    unpacked: Unpack, tmp_path: Path
+) -> None:
+    """A copied run often lacks its tracker: the tags are listed, by number, and one is chosen."""
+    tag = unpacked("deepspeed/z2_dp2_bf16") / "ckpt" / "global_step5"
+    for name in ("global_step10", "global_step5", "best"):
+        shutil.copytree(tag, tmp_path / "ds" / name)
+    done = run("inspect", tmp_path / "ds")
+    assert (done.exit_code, done.stdout) == (1, "")
+    listed = "best (deepspeed), global_step5 (deepspeed), global_step10 (deepspeed)"
+    assert f"no tracker says which is meant: {listed}. Name one, as in" in done.stderr
+    assert "--iteration N" in done.stderr
+    assert run("inspect", tmp_path / "ds", "--iteration", "5").exit_code == 0
+    assert run("inspect", tmp_path / "ds" / "best").exit_code == 0
+    saved = unpacked("megatron/a-tp1pp1") / "dist" / "iter_0000003"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "iter_0000003").symlink_to(saved)
+    assert "meant: iter_0000003 (megatron). Name" in run("inspect", tmp_path / "run").stderr
+    assert run("inspect", tmp_path / "run", "--iteration", "3").exit_code == 0
 
 
 def test_a_refusal_in_json(tmp_path: Path) -> None:

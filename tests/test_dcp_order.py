@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import reshard
 from peers.dcp_cases import run_writer
 from reshard.containers.inert import Global, Record, new_tensor
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, FormatError
-from reshard.schema import dialects
+from reshard.namings import dialects, module_order
 
 
 def part(name: str) -> ModuleType:
@@ -158,9 +161,25 @@ def test_transformers_makes_its_modules_in_the_order_that_is_assumed(
 ):
     folder = run_writer("orders", tmp_path_factory.mktemp("orders"))
     orders = json.loads(Path(folder / "orders.json").read_text())
-    trainer = part("trainer")
-    assert orders.keys() == dialects()["hf"].ordered
-    for kind, names in orders.items():
-        assert trainer.module_order(sorted(names), kind) == names, kind
-    with pytest.raises(FormatError, match="where 'qkv_proj' of"):
-        trainer.module_order(["model.layers.0.self_attn.qkv_proj.weight"], "phi3")
+    assert orders.keys() == dialects()["hf"].orders.keys()
+    for kind, variants in orders.items():
+        for names in variants:
+            assert module_order(sorted(names), "hf", kind) == names, kind
+    assert module_order(["model.layers.0.self_attn.qkv_gate.weight"], "hf", "phi3") is None
+    assert module_order(["model.norm.weight"], "hf", "mixtral") is None
+
+
+def test_a_trainer_whose_order_of_parameters_is_unknown_is_refused_by_name(
+    unpacked: Callable[[str], Path], tmp_path: Path
+):
+    folder = tmp_path / "run"
+    shutil.copytree(unpacked("wrappers/trainer_single_fp32") / "ckpt/checkpoint-6", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for kind, said in (
+        ("mixtral", "of model_type 'mixtral' is not known"),
+        ("bloom", "'down_proj' stands among its siblings"),
+    ):
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+        with pytest.raises(FormatError, match=said):
+            reshard.open(folder)

@@ -37,6 +37,13 @@ SOURCES = (
     Source("dcp/fsdp2_w2_moe", groups=(16, 9)),
     Source("dcp/fsdp2_tp_2x2", ranks=4),
     Source("dcp/tp_only_w2"),
+    Source("dcp/hsdp_2x2", ranks=4),
+    Source("dcp/fsdp2_w2_zstd"),
+    Source("dcp/fsdp1_w2_getsd"),
+    Source("dcp/fsdp1_w2_full_orig", format="torch", ranks=None),
+    Source("dcp/fsdp1_w2_sharded_flat", groups=(21,), decay=(0.1,)),
+    Source("dcp/fsdp1_w2_sharded_flat", "pickles", "torch", groups=(21,), decay=(0.1,)),
+    Source("dcp/lightning_fabric_w2"),
     Source("dcp/fsdp1_w2_sharded_orig"),
     Source("dcp/fsdp1_w2_sharded_orig", "pickles", "torch"),
     Source("dcp/ddp_w2_torchsave", format="torch", ranks=None),
@@ -48,6 +55,17 @@ SOURCES = (
         "ckpt/epoch=1-step=6.ckpt",
         groups=(16, 13),
         step=6,
+    ),
+    *(
+        Source(
+            f"wrappers/trainer_{ranks}_fp32",
+            "ckpt/checkpoint-6",
+            "torch",
+            groups=(16, 13),
+            step=6,
+            ranks=None,
+        )
+        for ranks in ("single", "ddp_dp2")
     ),
     Source(
         "wrappers/lightning_single_fp32",
@@ -94,6 +112,25 @@ def test_verify_finds_every_source_whole(unpacked: Unpacked, source: Source):
     assert report["tensors"] == len(reshard.open(folder).checkpoint.layout.tensors)
 
 
+@pytest.mark.parametrize(
+    ("fixture", "inner", "format"),
+    [
+        ("dcp_safetensors_w4", "checkpoint", "dcp"),
+        ("fsdp2_w2_hf_consolidated", "checkpoint", "hf"),
+        ("fsdp2_w2_hf_consolidated", "checkpoint/sharded", "dcp"),
+    ],
+)
+def test_safetensors_of_torch_equal_the_truth(
+    unpacked: Unpacked, fixture: str, inner: str, format: str
+):
+    folder = unpacked(f"dcp/{fixture}")
+    opened = reshard.open(folder / inner)
+    truth = {k: v for k, v in read_truth(folder).items() if k[1] == "param"}
+    assert len(truth) == 21
+    assert differences(opened, truth) == []
+    assert opened.checkpoint.format == format
+
+
 def test_a_store_and_the_pickles_of_one_state_have_one_fingerprint(unpacked: Unpacked):
     folder = unpacked("dcp/fsdp1_w2_sharded_orig")
     stored = reshard.fingerprint(folder / "checkpoint")
@@ -114,6 +151,21 @@ def test_flat_parameters_take_their_shapes_from_a_reference(
     assert [len(g.members) for g in opened.checkpoint.groups] == groups
     with pytest.raises(reshard.ReshardError, match="--from torch:reference=DIR"):
         reshard.open(folder / "checkpoint")
+
+
+@pytest.mark.parametrize("kind", ["flat", "orig"])
+def test_flat_parameters_take_their_shapes_from_a_config(
+    unpacked: Unpacked, tmp_path: Path, kind: str
+):
+    """A config.json alone: the family knows the shapes, transformers the order of modules."""
+    folder = unpacked(f"dcp/fsdp1_w2_local_{kind}")
+    shutil.copy(folder / "config.json", tmp_path)
+    opened = reshard.open(folder / "checkpoint", f"torch:reference={tmp_path}")
+    assert differences(opened, read_truth(folder)) == []
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "dbrx"}')
+    with pytest.raises(reshard.ReshardError, match="model_type 'dbrx' is in no family"):
+        reshard.open(folder / "checkpoint", f"torch:reference={tmp_path}")
 
 
 def test_flat_parameters_of_another_model_are_refused(unpacked: Unpacked):
@@ -169,6 +221,17 @@ def test_a_lost_last_hugging_face_shard_shows_in_the_vocabulary(unpacked: Unpack
         reshard.open(copy)
 
 
+def test_a_lost_last_hugging_face_shard_shows_in_the_index(unpacked: Unpacked, tmp_path: Path):
+    """Consolidation leaves it beside `sharded`: total_size of what the ranks had."""
+    copy = tmp_path / "copy"
+    shutil.copytree(unpacked("dcp/fsdp2_w2_hf_consolidated") / "checkpoint", copy)
+    assert reshard.open(copy / "sharded").checkpoint.problems == ()
+    for path in (copy / "sharded").glob("shard-00002-*"):
+        path.unlink()
+    with pytest.raises(reshard.ReshardError, match=r"bytes are there by .*the last ranks' shards"):
+        reshard.open(copy / "sharded")
+
+
 # ---------------------------------------------------------------------- forms written for the test
 
 
@@ -214,11 +277,35 @@ def test_a_second_copy_of_the_model_keeps_its_own_place(forms: Path):
     assert len(opened.checkpoint.layout.tensors) == 20
 
 
-def test_shards_that_fsdp_cuts_after_tensor_parallelism_are_put_in_their_place(
-    tmp_path_factory: pytest.TempPathFactory,
-):
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_writer("ranks", tmp_path_factory.mktemp("ranks"))
+
+
+def test_shards_that_fsdp_cuts_after_tensor_parallelism_are_put_in_their_place(ranks: Path):
     """23 rows, cut for TP first, then for FSDP: joining by mesh axis gives another order."""
-    folder = run_writer("ranks", tmp_path_factory.mktemp("ranks"))
-    opened = reshard.open(folder)
-    assert differences(opened, read_truth(folder)) == []
+    opened = reshard.open(ranks)
+    assert differences(opened, read_truth(ranks)) == []
     assert opened.checkpoint.topology.dp == 4
+
+
+def test_ranks_that_saved_without_collectives_are_put_together(ranks: Path, tmp_path: Path):
+    """`__N.metadata` of every rank, none for all; what ranks hold whole is compared."""
+    opened = reshard.open(ranks / "alone")
+    assert differences(opened, read_truth(ranks)) == []
+    assert opened.checkpoint.topology.dp == 4
+    assert opened.extras["epoch"] == 3
+    assert [opened.extras[f"rank.rank{r}"] for r in range(4)] == [0, 1, 2, 3]
+    assert reshard.verify(ranks / "alone")["status"] == "ok"
+    made = tmp_path / "made"
+    reshard.convert(ranks / "alone", made, "dcp:dp3")
+    assert differences(reshard.open(made), read_truth(ranks)) == []
+    copy = tmp_path / "copy"
+    shutil.copytree(ranks / "alone", copy)
+    (copy / "__2.metadata").unlink()
+    with pytest.raises(reshard.ReshardError, match=r"metadata of ranks \[2\] is missing"):
+        reshard.open(copy)
+    shutil.copy(ranks / "alone/__2.metadata", copy)
+    (copy / "__3.metadata").unlink()
+    with pytest.raises(reshard.ReshardError, match=r"0\.weight"):
+        reshard.verify(copy)

@@ -145,5 +145,9 @@ def test_ranks_of_two_runs_do_not_mix(unpacked: Unpacked, tmp_path: Path):
     lone = copy / "model_world_size_4_rank_1.pt"
     lone.unlink()
     shutil.copy(copy / "model_world_size_4_rank_2.pt", lone)
+    with pytest.raises(CorruptError, match=r"rank_1.pt: was saved as .*rank_2.pt"):
+        reshard.verify(copy)
+    lone.chmod(0o644)  # and where the file itself says that it is rank 1's
+    lone.write_bytes(lone.read_bytes().replace(b"size_4_rank_2/", b"size_4_rank_1/"))
     with pytest.raises((CoverageError, ReplicaError, FormatError)):
         reshard.verify(copy)

@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import reshard
-from reshard.errors import CorruptError, FormatError, UnsafeError
+from reshard.errors import CorruptError, FormatError, LayoutError, UnsafeError
 
 Unpacked = Callable[[str], Path]
 MODEL = "mp_rank_00_model_states.pt"
@@ -184,3 +185,58 @@ def test_a_file_cut_short_is_named(copied: Callable[[str], Path]):
     path = run / "global_step5" / OPTIM.format(1)
     path.write_bytes(path.read_bytes()[:-4000])
     refused(run, CorruptError, OPTIM.format(1))
+
+
+@pytest.mark.parametrize("to", ["torch", "universal", "deepspeed:zero3dp2", "deepspeed:zero1dp3"])
+def test_a_rank_under_the_name_of_another_is_told(
+    copied: Callable[[str], Path], tmp_path: Path, to: str
+):
+    """Also where the target stores no 16-bit weight: the master is compared with the source's."""
+    run = copied("z2_dp2_bf16")
+    tag = run / "global_step5"
+    shutil.copy(tag / OPTIM.format(0), tag / OPTIM.format(1))
+    with pytest.raises(CorruptError, match=r"rank_1_.* was saved as bf16_zero_pp_rank_0_"):
+        reshard.convert(run, tmp_path / "out", to)
+    stems = [OPTIM.format(i).replace(".pt", "/").encode() for i in range(2)]
+    file = tag / OPTIM.format(1)  # where the file itself says that it is rank 1's
+    file.write_bytes(file.read_bytes().replace(*stems))
+    with pytest.raises(CorruptError, match="not those of the stored weight"):
+        reshard.convert(run, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+    reshard.convert(run, tmp_path / "out", to="torch", weights_only=True)
+
+
+@pytest.mark.parametrize("to", ["deepspeed:zero1dp3", "universal", "torch"])
+def test_what_is_not_read_of_a_file_is_a_loss(
+    copied: Callable[[str], Path], tmp_path: Path, to: str
+):
+    """An optimizer of the client's own, and an entry that names a class: never dropped unsaid."""
+    torch = pytest.importorskip("torch")
+    run = copied("z2_dp2_bf16")
+    for path in (run / "global_step5").glob("*.pt"):
+        held = torch.load(path, weights_only=False)
+        if path.name == MODEL:
+            held["mine"] = {"scale": np.float32(2)}
+        else:
+            held["top"] = held["optimizer_state_dict"]["inner"] = 7
+            held["optimizer_state_dict"]["base_optimizer_state"]["wrapped"] = {"k": 5}
+        torch.save(held, path)
+    report = reshard.convert(run, tmp_path / "out", to)
+    lost = {x["what"] for x in report["losses"] if x["code"] == "extra-dropped"}
+    assert lost >= {
+        "client.mine", "optimizer.top", "optimizer.inner",
+        "optimizer.base_optimizer_state.wrapped",
+    }  # fmt: skip
+
+
+def test_like_a_pipeline_of_other_names(unpacked: Unpacked):
+    """Of weights alone, which have no param groups to compare."""
+    like = unpacked("deepspeed/pp2_dp1_z1_bf16") / "ckpt"
+    with pytest.raises(LayoutError, match=r"--like holds 0\.word_embeddings\.weight"):
+        reshard.plan(unpacked("dcp/torchtitan_w2") / "checkpoint/step-2004", like=like)
+
+
+def test_like_a_run_that_ties_what_the_source_holds_apart(unpacked: Unpacked):
+    like = unpacked("deepspeed/z2_dp2_bf16_tied") / "ckpt"
+    with pytest.raises(LayoutError, match=r"--like ties lm_head\.weight"):
+        reshard.plan(unpacked("deepspeed/z2_dp2_bf16") / "ckpt", like=like)

@@ -104,3 +104,16 @@ def test_muons_momentum_is_read_as_whole_matrices(unpacked: Unpacked):
     assert (
         len(opened.checkpoint.layout.pieces(opened[straddling, "momentum_buffer"].logical.id)) == 2
     )
+
+
+def test_zero_3_gives_a_model_in_the_dtype_it_trains_in(unpacked: Unpacked, tmp_path: Path):
+    """Its files keep masters alone; placeholders of its weights say what they are rounded to."""
+    source = unpacked("wrappers/trainer_ds_z2_dp2_bf16") / "ckpt" / "checkpoint-6"
+    reshard.convert(source, tmp_path / "z3", "deepspeed:zero3dp3")
+    for name, folder in (("one", source), ("three", tmp_path / "z3")):
+        reshard.convert(folder, tmp_path / name, "hf")
+    one, three = (tmp_path / n / "model.safetensors" for n in ("one", "three"))
+    assert one.read_bytes() == three.read_bytes()
+    assert {v.dtype.name for v in reshard.open(three.parent).tensors.values()} == {"bfloat16"}
+    reshard.convert(tmp_path / "z3", tmp_path / "wide", "hf", dtype="fp32")
+    assert {v.dtype.name for v in reshard.open(tmp_path / "wide").tensors.values()} == {"float32"}

@@ -108,7 +108,6 @@ def test_deepspeeds_own_errors_are_noted(unpacked: Unpacked):
 @pytest.mark.parametrize(
     ("fixture", "target", "error", "words"),
     [
-        ("moe_ep2_dp2_z1_bf16", "deepspeed-universal", FormatError, "MoE"),
         ("z2_dp2_bf16_muon", "deepspeed-universal", FormatError, "Muon"),
         ("z1_dp4_bf16", "deepspeed-universal:tp2", UsageError, "no degree tp"),
     ],

@@ -46,13 +46,29 @@ def test_every_tensor_and_step_is_the_live_runs(
     assert reshard.verify(saved(name))["status"] == "ok"
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_a_run_folder_leads_to_its_newest_checkpoint(
+    unpacked: Unpacked, saved: Callable[[str], Path], tmp_path: Path, name: str
+):
+    run, newest = tmp_path / "run", saved(name)
+    shutil.copytree(unpacked(f"wrappers/{name}") / "ckpt", run)
+    older = newest.name.replace("6", "4")
+    shutil.copytree(newest, run / older)
+    assert newest.name in reshard.open(run).checkpoint.path.parts
+    assert older in reshard.open(run, iteration=4).checkpoint.path.parts
+    (run / newest.name / "latest").write_text("nowhere")
+    with pytest.raises(CorruptError, match="nowhere"):
+        reshard.open(run)
+
+
 def test_what_lies_beside_the_tag_is_found(saved: Callable[[str], Path]):
-    extras = reshard.open(saved("trainer_ds_z2_dp2_bf16")).extras
+    opened = reshard.open(saved("trainer_ds_z2_dp2_bf16"))
+    extras = opened.extras
     assert extras["wrapper"] == "transformers' Trainer"
     assert extras["scheduler.last_epoch"] == 6
     assert extras["trainer_state.global_step"] == 6
     assert extras["rng_ranks"] == [0, 1]
-    assert extras["opaque"] == ["training_args.bin"]
+    assert opened.checkpoint.opaque == ("training_args.bin",)
     accelerate = reshard.open(saved("accelerate_ds_z2_dp2_bf16")).extras
     assert accelerate["scheduler.last_epoch"] == 12
     lightning = reshard.open(saved("lightning_ds_z2_dp2_bf16")).extras

@@ -78,6 +78,9 @@ def results(
     cases.append(
         DeepSpeedCase(name="tp1 to tp2", checkpoint=root / "tp1-tp2", fixture=tp2, world=2)
     )
+    config = write_config(root, kv_heads=2)
+    reshard.convert(tp1, root / "rule", "deepspeed:zero1tp2dp1", config=str(config))
+    cases.append(DeepSpeedCase(name="by rule", checkpoint=root / "rule", fixture=tp2, world=2))
     elastic = unpacked("deepspeed/z1_dp4_bf16_elastic")
     reshard.convert(elastic / "ckpt", root / "elastic", "deepspeed:zero1dp2")
     cases.append(
@@ -88,6 +91,17 @@ def results(
             world=2,
             changes={"zero": {}},
             steps=1,
+        )
+    )
+    like = str(unpacked("deepspeed/z1_dp4_bf16") / "ckpt")
+    reshard.convert(elastic / "ckpt", root / "elastic3", "deepspeed:zero3dp2", like=like)
+    cases.append(
+        DeepSpeedCase(
+            name="elastic, options of another",
+            checkpoint=root / "elastic3",
+            fixture=elastic,
+            world=2,
+            changes={"stage": 3, "zero": {}},
         )
     )
     tied = unpacked("deepspeed/pp2_dp2_z1_bf16_tied")
@@ -125,8 +139,17 @@ def test_a_spoilt_state_is_noticed(results: dict[str, dict[str, Any]], spoil: st
     assert result["distance"] > 2 * results["z1_dp4_bf16 to zero1dp2"]["floor"]
 
 
-def test_tensor_parallel_is_cut_again_with_like(results: dict[str, dict[str, Any]]):
-    result = results["tp1 to tp2"]
+def write_config(folder: Path, kind: str = "llama", **more: object) -> Path:
+    names = {"kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings"}
+    config = {"model_type": kind, **{names[k]: v for k, v in more.items()}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["tp1 to tp2", "by rule"])
+def test_tensor_parallel_is_cut_again(results: dict[str, dict[str, Any]], how: str):
+    """With --like, and without it by AutoTP's own rule for the model of a config."""
+    result = results[how]
     assert result["error"] is None
     assert result["different"] == []
     assert result["distance"] <= CAP["bf16"]
@@ -138,6 +161,17 @@ def test_an_elastic_checkpoint_is_rescued(results: dict[str, dict[str, Any]]):
     assert result["error"] is None
     assert result["different"] == []
     assert result["adam_steps"] == [5.0]
+
+
+def test_an_elastic_checkpoint_goes_on_with_the_options_of_another(
+    results: dict[str, dict[str, Any]],
+):
+    """--like gives the rate, betas and decay that it does not record; ZeRO 3 needs them."""
+    result = results["elastic, options of another"]
+    assert result["error"] is None
+    assert result["different"] == []
+    assert result["distance"] <= CAP["bf16"]
+    assert [o["weight_decay"] for o in result["options"]] == [0.1, 0.0]
 
 
 def test_a_tied_pipeline_moves_as_the_real_tool_moves_it(results: dict[str, dict[str, Any]]):
@@ -224,6 +258,73 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(error, match=words):
         reshard.convert(source, tmp_path / "out", f"deepspeed:{target}")
     assert not (tmp_path / "out").exists()
+
+
+def native(path: Path) -> Any:
+    return reshard.open(path).checkpoint.native  # type: ignore[attr-defined]  # DeepSpeed's own
+
+
+def test_autotps_rule_cuts_as_autotp_did(unpacked: Unpacked, tmp_path: Path):
+    source = unpacked("deepspeed/tp2_dp2_z2_bf16") / "ckpt"
+    reshard.convert(source, tmp_path / "one", "deepspeed:zero3tp1dp3")
+    config = write_config(tmp_path, kv_heads=2)
+    reshard.convert(tmp_path / "one", tmp_path / "two", "deepspeed:zero2tp2dp2", config=str(config))
+    before, after = native(source), native(tmp_path / "two")
+    assert before.affine == after.affine
+    assert before.vocabulary == after.vocabulary
+    assert {d["kind"] for d in reshard.diff(source, tmp_path / "two")["differences"]} <= {
+        "only-right"
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "target", "words"),
+    [
+        ("z1_dp4_bf16", None, "zero1tp2dp1", "--config DIR"),
+        ("z1_dp4_bf16", {"kind": "gpt2"}, "zero1tp2dp1", "'gpt2' are not known"),
+        ("z1_dp4_bf16", {"kv_heads": 2, "tied": True}, "zero1tp2dp1", "tied head"),
+        ("z1_dp4_bf16", {"kind": "gemma2", "kv_heads": 2}, "zero1tp2dp1", "tied head"),
+        ("z1_dp4_bf16", {"kv_heads": 2}, "zero1tp4dp1", "fewer than tp=4"),
+        ("z1_dp4_bf16", {}, "zero1tp2dp1", "how many key-value heads"),
+        ("tp2_dp1_z1_bf16", None, "zero1tp4dp1", "how many key-value heads"),
+        ("tp2_dp1_z1_bf16", {"kv_heads": 2}, "zero1tp4dp1", "fewer than tp=4"),
+    ],
+)
+def test_cuts_that_are_not_known_are_refused(
+    unpacked: Unpacked,
+    tmp_path: Path,
+    source: str,
+    config: dict[str, Any] | None,
+    target: str,
+    words: str,
+):
+    given = None if config is None else str(write_config(tmp_path, **config))
+    with pytest.raises(LayoutError, match=words):
+        reshard.convert(
+            unpacked(f"deepspeed/{source}") / "ckpt",
+            tmp_path / "out",
+            f"deepspeed:{target}",
+            config=given,
+        )
+
+
+def test_the_models_that_autotp_cuts_so_are_transformers_own():
+    """Every model in the table has the tensor-parallel plan that the rule stands for."""
+    import transformers
+
+    from reshard.converters.deepspeed.autotp import DENSE, rule_axis
+
+    configs = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    heads = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    for kind in sorted(DENSE):
+        plan = {**configs[kind].base_model_tp_plan, **heads[configs[kind]]._tp_plan}
+        axes = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}
+        for pattern, style in plan.items():
+            name = f"{pattern.replace('*', '3')}.weight"
+            assert rule_axis(name) == axes.get(style), (kind, name, style)
+        assert len(plan) >= 7, kind
+        for name in ("embed_tokens", "layers.3.input_layernorm", "norm"):
+            assert rule_axis(f"model.{name}.weight") is None
 
 
 def test_like_gives_structure_and_the_source_values(unpacked: Unpacked, tmp_path: Path):

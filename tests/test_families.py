@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from families import WITH_TRUTH, WITHOUT_TRUTH, plain, whole
-from reshard.converters.megatron import names, run, shards
+from reshard.converters.megatron import names, run, shards, tp_rules
 from reshard.converters.megatron.sizes import padded_rows, sizes
 from reshard.dialect import expand
 from reshard.errors import CoverageError
@@ -38,7 +38,7 @@ def shard_bytes(checkpoint, name, model, topology, rank):
         assert parts, name
         return b"".join(shard_bytes(checkpoint, p, model, topology, rank) for p in parts)
     values = whole(checkpoint, TensorId(name))
-    rule = names.tp_rule(name, model)
+    rule = tp_rules.tp_rule(name, model)
     if rule.vocab:
         missing = padded_rows(model, topology.tp) - values.shape[0]
         values = np.concatenate([values, np.zeros((missing, *values.shape[1:]), values.dtype)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -28,6 +29,20 @@ def test_a_rank_that_raises_gives_its_traceback(tmp_path: Path):
     assert "rank 1 ended with 1" in error
     assert "ValueError: heads do not divide" in error
     assert "rank 0" not in error
+
+
+def test_a_rank_ends_with_the_processes_that_it_started(tmp_path: Path):
+    def rank_main(rank: int) -> None:
+        left = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+        left.start()
+        (tmp_path / "pid").write_text(str(left.pid))
+
+    assert fork_ranks(rank_main, 1, tmp_path / "logs", seconds=20) is None
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}/exe") and time.monotonic() < deadline:
+        time.sleep(0.05)  # an orphan's end is init's to see
+    assert not os.path.exists(f"/proc/{pid}/exe")
 
 
 def test_a_rank_that_is_killed_says_by_what(tmp_path: Path):

@@ -6,7 +6,11 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import safetensors
@@ -27,6 +31,7 @@ from reshard.errors import (
 )
 from reshard.format import open_checkpoint
 from reshard.tensor import TensorId
+from support import ROOT
 
 
 def equal(left, right):
@@ -179,8 +184,11 @@ def test_every_other_file_of_the_reference_is_copied_and_no_weights(unpacked, tm
     there = {p.name for p in (tmp_path / "out").iterdir()}
     assert {"README.md", "modeling_own.py", "tokenizer.json", "chat_template.jinja"} <= there
     assert not {"training_args.bin", "stale.gguf", "expected.safetensors"} & there
-    assert {"path": "training_args.bin", "kind": "drop",
-            "detail": "an opaque pickle; it is left behind"} in report["fates"]  # fmt: skip
+    fates = {f["path"]: f["kind"] for f in report["fates"]}
+    assert fates["training_args.bin"] == "drop"
+    assert ("opaque-dropped", "training_args.bin") in {
+        (x["code"], x["what"]) for x in report["losses"]
+    }
 
 
 def test_a_tokenizer_of_another_folder_takes_the_place_of_the_references(unpacked, tmp_path):
@@ -219,6 +227,37 @@ def test_a_narrowing_that_nobody_asked_for_does_not_happen(unpacked, tmp_path):
     }
     with pytest.raises(LossError, match="narrowed"):
         reshard.convert(tmp_path / "wide", tmp_path / "narrow", "hf", dtype="bf16", strict=True)
+
+
+@pytest.mark.parametrize(("first", "second"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_the_other_16_bits_are_a_loss(first, second, unpacked, tmp_path):
+    reshard.convert(plain(unpacked, "llama3"), tmp_path / "in", "hf", dtype=first)
+    report = reshard.convert(tmp_path / "in", tmp_path / "out", "hf", dtype=second)
+    weights = len(open_checkpoint(tmp_path / "out").layout.tensors)
+    assert [x["code"] for x in report["losses"]] == ["narrowed"] * weights
+    with pytest.raises(LossError, match="narrowed"):
+        reshard.convert(tmp_path / "in", tmp_path / "never", "hf", dtype=second, strict=True)
+
+
+def test_what_float16_cannot_hold_of_bfloat16_is_refused(unpacked, tmp_path):
+    folder = copied(plain(unpacked, "llama3"), tmp_path / "in")
+    array = open_checkpoint(folder).layout.pieces(TensorId("model.norm.weight"))[0].array
+    assert array.dtype.name == "bfloat16"
+    with (folder / array.file).open("r+b") as file:
+        file.seek(array.offset)
+        file.write(np.array(1e30, array.dtype.numpy).tobytes())
+    with pytest.raises(LossError, match=r"1 values .* lie beyond what float16 holds"):
+        reshard.convert(folder, tmp_path / "out", "hf", dtype="fp16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_16_bits_are_rounded_from_the_master(unpacked, tmp_path):
+    source = unpacked("megatron/a-tp4pp2") / "dist"
+    reshard.convert(source, tmp_path / "out", "hf", dtype="fp16")
+    weights = open_checkpoint(tmp_path / "out")
+    master = whole(open_checkpoint(source), TensorId("decoder.final_layernorm.weight", "master"))
+    asked = whole(weights, TensorId("model.norm.weight"))
+    assert asked.tobytes() == master.astype(np.float16).tobytes()
 
 
 def test_weights_come_from_the_master_where_it_is_wider(unpacked, tmp_path):
@@ -396,6 +435,36 @@ def test_two_models_in_one_folder_are_refused(unpacked, tmp_path):
         reshard.open(folder)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["extra.safetensors", "original/consolidated.00.pth", "model-00009-of-00009.safetensors"],
+)
+def test_weights_that_the_index_does_not_name_are_said(unpacked, tmp_path, name):
+    """Hub folders hold other forms of a model: they are passed over, as loaders do, not unsaid."""
+    folder = copied(unpacked("hf/llama3") / "plain", tmp_path / "source")
+    (folder / "expected.safetensors").unlink()  # of the fixture's own
+    before = reshard.fingerprint(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"what no loader looks at")
+    (folder / "rng_state_0.pth").write_bytes(b"")
+    (folder / "tokenizer.model").write_bytes(b"")
+    said = f"{name} is there too and is not read: no part of the model by its index"
+    assert reshard.open(folder).checkpoint.problems == (said,)
+    assert said in reshard.plan(folder, "dcp:dp2")["notes"]
+    assert [f["detail"] for f in reshard.verify(folder)["findings"]] == [said]
+    assert reshard.fingerprint(folder) == before
+
+
+def test_an_optimizer_beside_quantised_weights_is_refused(unpacked, tmp_path):
+    folder = copied(unpacked("hf/deepseek_v3") / "fp8_mtp", tmp_path / "source")
+    (folder / "optimizer").mkdir()
+    (folder / "optimizer" / "optimizer.json").write_text("{}")
+    for to in ("hf", "dcp:dp2"):
+        with pytest.raises(FormatError, match="optimizer: an optimizer lies beside weights that"):
+            reshard.plan(folder, to, dtype="bf16")
+        assert reshard.plan(folder, to, dtype="bf16", weights_only=True)["tensors"]
+
+
 def test_shards_without_an_index_are_refused(unpacked, tmp_path):
     folder = copied(plain(unpacked, "llama3"), tmp_path / "source")
     index_of(folder)[0].unlink()
@@ -451,6 +520,32 @@ def test_an_export_is_one_json_object_that_a_pipeline_can_read(unpacked, tmp_pat
     assert report["losses"] == []
     assert report["peak_rss"] > 0
     assert report["seconds"] >= 0
+
+
+def test_the_job_of_the_readme_runs(unpacked, tmp_path):
+    """Line by line, on a training run; its JSON against the schema."""
+    text = (ROOT / "README.md").read_text()
+    job = text.partition("  script:\n")[2].partition("```")[0]
+    lines = [line.strip()[2:] for line in job.splitlines() if "pip install" not in line]
+    assert len(lines) == 2
+    run, reference = unpacked("megatron/h-llama-tp2pp2") / "dist", tmp_path / "reference"
+    reshard.convert(run, reference, "hf")
+    (reference / "tokenizer.json").write_text("{}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, "RUN": str(run), "REFERENCE": str(reference), "PATH": path}
+    for line in lines:
+        subprocess.run(["bash", "-ec", line], cwd=tmp_path, env=variables, check=True)
+    report = json.loads((tmp_path / "export.json").read_text())
+    schema = json.loads((ROOT / "schemas/convert.schema.json").read_text())
+    jsonschema.validate(report, schema, cls=jsonschema.Draft202012Validator)
+    said = {"files", "parameters", "dtypes", "losses", "seconds", "peak_rss", "fingerprints"}
+    assert said <= report.keys() & schema["properties"].keys()
+    assert {f for f in report["files"] if "reshard" not in f} == {
+        "config.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+    assert report["dtypes"] == {"bfloat16": report["parameters"]}
+    dropped = {(x["code"], x["what"]) for x in report["losses"]}
+    assert {("weights-only", slot) for slot in ("exp_avg", "exp_avg_sq", "master")} <= dropped
 
 
 def test_families_are_listed_and_proven():

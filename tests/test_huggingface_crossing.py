@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reshard
-from families import whole
+from families import plain, whole
 from reshard.checkpoint import ParamGroup
 from reshard.errors import CoverageError, LossError, UsageError
 from reshard.families import recognised
@@ -129,6 +129,17 @@ def test_a_run_whose_arguments_no_family_has_is_refused(unpacked, tmp_path):
     source = unpacked("megatron/h-mla-tp2") / "dist"
     with pytest.raises(CoverageError, match=r"arguments describe no known family.*--config"):
         reshard.convert(source, tmp_path / "out", "hf")
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text", "minimax_m2", "olmoe"])
+def test_families_that_arguments_do_not_decide_ask_for_the_config(unpacked, tmp_path, family):
+    """Megatron's arguments know neither Gemma's scaled embeddings nor norms of a full width."""
+    source = plain(unpacked, family)
+    reshard.convert(source, tmp_path / "megatron", "megatron:tp1")
+    with pytest.raises(CoverageError, match=r"--config DIR.*--schema NAME"):
+        reshard.convert(tmp_path / "megatron", tmp_path / "out", "hf")
+    reshard.convert(tmp_path / "megatron", tmp_path / "out", "hf", config=str(source))
+    assert reshard.diff(source, tmp_path / "out")["differences"] == []
 
 
 def test_tensors_that_a_family_lacks_are_named(unpacked, tmp_path):

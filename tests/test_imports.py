@@ -17,18 +17,24 @@ from support import ROOT
 #: `reshard` itself is the public face, `reshard.__init__`.
 ORDER = (
     {"errors", "values", "version"},
-    {"box", "checksums", "dtypes", "tensor", "topology"},
+    {"box", "checksums", "digests", "dtypes", "options", "scaler", "tensor", "topology"},
+    {"fingerprints"},
+    {"device"},
     {"layout", "codec"},
-    {"files"},
+    {"files", "workers"},
     {"expression", "schemas"},
+    {"tables"},
+    {"namings"},
     {"schema", "dialect", "splice"},
-    {"containers"},
+    {"containers", "plugins"},
     {"format", "checkpoint"},
-    {"families", "translate"},
-    {"plan", "migrate", "fingerprint", "rounding", "families", "translate", "crossing", "proof"},
-    {"engine", "device", "readback"},
+    {"families", "translate", "spelling"},
+    {"join", "migrate", "rounding", "families", "translate", "crossing", "renaming", "proof"},
+    {"archives", "engine", "readback", "recorded"},
     {"commit", "manifest"},
-    {"verify", "diff", "inspect", "convert"},
+    {"opening", "planning"},
+    {"report"},
+    {"verification", "differences", "inspect", "conversion"},
     {"api"},
     {"__init__"},
     {"cli", "__main__"},
@@ -206,3 +212,72 @@ def test_the_command_line_imports_no_framework():
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stdout.strip()) == (0, "False"), run.stderr
+
+
+# --- what a command imports ----------------------------------------------------------------------
+
+
+def imported_by(*args: object) -> set[str]:
+    """The modules of a process that ran a command of ours."""
+    program = (
+        "import sys\nfrom reshard.cli import main\n"
+        "try: main(args=sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print('\\n' + ' '.join(sys.modules))"
+    )
+    command = [sys.executable, "-c", program, *map(str, args)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(run.stdout.splitlines()[-1].split())
+
+
+def of_formats(modules: set[str]) -> set[str]:
+    """Converters whose readers or writers were imported, and not just what recognises a folder."""
+    inner = (m.split(".")[2:] for m in modules if is_converter(m))
+    light = ("recognise", "listing", "nemo")
+    return {m[0] for m in inner if len(m) > 1 and m[1] not in light}
+
+
+@pytest.mark.parametrize("args", [("--help",), ("convert", "--help"), ("--version",)])
+def test_help_needs_no_numpy_and_no_format(args: tuple[str, ...]):
+    found = imported_by(*args)
+    assert not found & {"numpy", "ml_dtypes", "json.tool", "importlib.metadata", "reshard.format"}
+    assert not any(is_converter(m) for m in found)
+
+
+SOURCES_OF = {
+    "dcp": "dcp/tp_only_w2/checkpoint",
+    "deepspeed": "deepspeed/z3_dp2_bf16/ckpt",
+    "huggingface": "hf/gpt2/plain",
+    "megatron": "megatron/a-tp4pp2/dist",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES_OF)
+def test_inspect_imports_readers_of_one_format_and_no_writer(name: str, unpacked):
+    archive, _, inner = SOURCES_OF[name].rpartition("/")
+    found = imported_by("inspect", unpacked(archive) / inner)
+    assert of_formats(found) <= {name}
+    writers = {m for m in found if is_converter(m) and "write" in m.rpartition(".")[2]}
+    assert not writers
+    unneeded = {"engine", "readback", "conversion", "commit", "translate", "schema", "migrate"}
+    assert not found & {f"reshard.{m}" for m in unneeded}
+    assert not found & {"importlib.metadata", "concurrent.futures", "tempfile", "logging"}
+
+
+def test_a_plan_within_one_format_imports_no_other_and_no_family(unpacked):
+    source = unpacked("dcp/tp_only_w2") / "checkpoint"
+    found = imported_by("plan", source, "--to", "dcp:dp4")
+    assert of_formats(found) == {"dcp"}
+    assert not found & {"reshard.schema", "reshard.translate", "reshard.migrate", "reshard.engine"}
+
+
+def test_the_public_names_are_there_and_are_no_modules():
+    program = (
+        "import sys, reshard\n"
+        "assert set(dir(reshard)) == set(reshard.__all__)\n"
+        "assert 'numpy' not in sys.modules\n"
+        "import reshard.cli, reshard.join\n"
+        "found = [getattr(reshard, n) for n in reshard.__all__ if n != '__version__']\n"
+        "assert all(map(callable, found)), found\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -27,8 +27,8 @@ from reshard.engine import Checksums, Mover, move_all
 from reshard.errors import CoverageError, ReplicaError
 from reshard.files import Files, blocks
 from reshard.format import Declaration
+from reshard.join import Plan, cover, plan
 from reshard.layout import Draft, Layout, Piece, StoredArray, place, place_flat, refactor
-from reshard.plan import Plan, cover, plan
 from reshard.readback import fingerprints
 from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
@@ -185,7 +185,7 @@ def moved(planned: Plan, folder: Path, elements: int, workers: int) -> Checkpoin
         with open(folder / draft.name, "wb") as file:
             file.truncate(draft.size)
     with Files(planned.source.path) as source, Files(folder, writable=True) as out:
-        mover = Mover(planned, source, out, elements, Checksums(target.drafts))
+        mover = Mover(planned, source, out, elements, Checksums(target.drafts, fresh=True))
         pool = ThreadPoolExecutor(workers) if workers > 1 else None
         try:
             move_all(mover, planned.names, pool, lambda *_: None)

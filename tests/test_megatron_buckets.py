@@ -14,7 +14,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from reshard.converters.megatron import names, stages
+from reshard.converters.megatron import (
+    module_order,
+    names,
+    old_args,
+    optim_groups,
+    stages,
+    tp_rules,
+)
 from reshard.converters.megatron.buckets import (
     Buffer,
     bucket_key,
@@ -28,6 +35,8 @@ from reshard.converters.megatron.buckets import (
 )
 from reshard.converters.megatron.sizes import Sizes, sizes
 from reshard.errors import FormatError
+from reshard.format import OpenOptions
+from reshard.topology import parse_target
 
 # Importing megatron-core without Transformer Engine and Apex warns, and so does DCP without ranks.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -244,7 +253,7 @@ class Case:
     def local(self, slot: str, canonical: str, tp_rank: int, etp_rank: int) -> torch.Tensor:
         """What a rank holds of a tensor, by the TP rule."""
         whole = self.truth[slot][canonical]
-        rule = names.tp_rule(canonical, self.model)
+        rule = tp_rules.tp_rule(canonical, self.model)
         rank, degree = (etp_rank, self.etp) if rule.expert else (tp_rank, self.tp)
         if rule.axis is None or degree == 1:
             return whole
@@ -318,13 +327,13 @@ def chunk_params(
     case: Case, pp: int, v: int, ep_rank: int, expert: bool, tp: int = 0, etp: int = 0
 ) -> list[tuple[str, str, int]]:
     """(legacy name, canonical, numel) of the parameters of one buffer in module order."""
-    entries = names.legacy_entries(
+    entries = module_order.legacy_entries(
         case.model, case.pipeline.chunks[pp][v], ep=case.ep, ep_rank=ep_rank
     )
     return [
         (name, canonical, case.local("model", canonical, tp, etp).numel())
-        for name, canonical in names.parameters(entries)
-        if names.is_expert_parallel(canonical, case.ep) is expert
+        for name, canonical in module_order.parameters(entries)
+        if optim_groups.is_expert_parallel(canonical, case.ep) is expert
     ]
 
 
@@ -392,7 +401,7 @@ def check_dp_reshardable(case: Case, folder: Path) -> tuple[int, int]:
                     continue
                 ((_, recorded),) = unpadded[gbuf].items()
                 ((_, recorded_padded),) = padded[gbuf].items()
-                own = names.shared_embedding(case.model, chunk, case.pipeline.pp)
+                own = module_order.shared_embedding(case.model, chunk, case.pipeline.pp)
                 edp = case.degree("world_size") // case.pipeline.pp // case.ep // case.etp
                 made = solve(
                     {"module order": [(n, k) for n, _, k in params]},
@@ -458,7 +467,7 @@ def check_distrib_optim(case: Case, run: Path) -> int:
             for v, chunk in enumerate(case.pipeline.chunks[pp]):
                 ((_, stored),) = file[v].items()
                 params = chunk_params(case, pp, v, 0, False, tp)
-                own = names.shared_embedding(case.model, chunk, case.pipeline.pp)
+                own = module_order.shared_embedding(case.model, chunk, case.pipeline.pp)
                 size = bucket_size_of_args(case.args, pp, v, case.dp)
                 made = solve(
                     {"module order": [(n, k) for n, _, k in params]},
@@ -514,3 +523,19 @@ def test_distrib_optim_of_many_buckets_rounds_to_the_weights(unpacked: Unpacked)
     assert wrong_in_model_space == 144
     one_bucket = solve({"module order": [(n, k) for n, _, k in params]}, numel_unpadded=107584)
     assert [s.flat for s in one_bucket.slots] == [s.flat for s in made.slots]
+
+
+def test_a_bucket_size_that_nothing_says_is_asked_for_by_name():
+    """Lengths that are no multiples of 64 move with the buckets."""
+    params = [(f"p{i}", 100 + i) for i in range(9)]
+    stored = buffer(params, 1, 250)
+    assert len(stored.numels) > 1
+    recorded = stored.numel_unpadded
+    with pytest.raises(FormatError, match=r"no layout agrees.*--from ddp_bucket_size=ELEMENTS"):
+        solve({"module order": params}, numel_unpadded=recorded, bucket_sizes=[None])
+    said = OpenOptions(parse_target("ddp-bucket-size=250"))
+    args = old_args.given({"num_layers": 2}, said)
+    size = bucket_size_of_args(args, 0, 0, 1)
+    assert solve({"module order": params}, numel_unpadded=recorded, bucket_sizes=[size]) == stored
+    with pytest.raises(FormatError, match=r"the checkpoint's args say ddp_bucket_size=300"):
+        old_args.given({"ddp_bucket_size": 300}, said)

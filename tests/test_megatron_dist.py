@@ -195,6 +195,8 @@ def test_corrupt_masters_are_named_not_carried(unpacked: Unpack, tmp_path: Path)
     source = unpacked("megatron/f-dp3-buckets") / "dist"
     with pytest.raises(CorruptError, match="#5077"):
         reshard.convert(source, tmp_path / "out", "tp1")
+    with pytest.raises(CorruptError, match="#5077"):  # its one weight is the master
+        reshard.convert(source, tmp_path / "out", "dcp:dp2")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CorruptError, match="#5077"):
         reshard.verify(source)

@@ -37,7 +37,10 @@ def results(unpacked: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     cases = [
         llama_case("home", tp=2, pp=2),
         llama_case("elsewhere"),
-        *(llama_case(f"spoilt {spoil}", spoil=spoil) for spoil in SPOILS),
+        *(llama_case(f"spoilt {spoil}", spoil=spoil) for spoil in SPOILS if spoil != "decay"),
+        # half the decay is some 2e-4 of a weight a step: on some CPUs that lies within
+        # the noise of another topology, so it is judged at the run's own, where there is none
+        llama_case("spoilt decay", spoil="decay", tp=2, pp=2),
         MegatronCase(
             name="experts", checkpoint=moe / "dist", truth=moe, ep=4, native=moe / "dist", steps=2
         ),

@@ -291,7 +291,7 @@ def test_flattened_shards_of_grouped_experts_lie_transposed() -> None:
 
     experts.py GroupedMLP.sharded_state_dict @ core_v0.12.3, gated, tp 2, two experts.
     """
-    from reshard.converters.megatron.flattened_read import grid, located
+    from reshard.converters.megatron.flattened_read import grid, pieces
     from reshard.dtypes import FLOAT32
     from reshard.layout import StoredArray
 
@@ -314,10 +314,10 @@ def test_flattened_shards_of_grouped_experts_lie_transposed() -> None:
                 chunk = dcp.Chunk((e, 0, part, start), (1, 1, 1, n), dcp.Place("f", 0, 0))
                 at = int(np.ravel_multi_index(chunk.offsets, shape)) * 4
                 chunks.append((chunk, StoredArray("f", at, chunk.sizes, FLOAT32, "fc1")))
-    found = located(made, 1, chunks)
     for e in range(experts):
         got = np.zeros((2 * ffn, hidden), np.float32)
-        for piece in found[e,]:
+        held = [(c, a) for c, a in chunks if c.offsets[0] == e]
+        for piece in (p for c, a in held for p in pieces(made, (e,), c, a)):
             for i in np.ndindex(*piece.box.shape):
                 here = piece.base + sum(s * k for s, k in zip(piece.strides, i, strict=True))
                 where = tuple(a + k for a, k in zip(piece.box.start, i, strict=True))

@@ -23,6 +23,7 @@ import reshard
 from reshard.box import Box
 from reshard.containers import dcp
 from reshard.errors import CorruptError, FormatError
+from support import mend_checksums
 from test_megatron_dist import stacked, truth_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -59,6 +60,7 @@ def in_place(folder: Path, change: Callable[[str, Values], Values]) -> None:
                 old = np.frombuffer(file.read(place.nbytes), np.float32)
                 file.seek(place.offset)
                 file.write(change(key, old).astype(np.float32).tobytes())
+            mend_checksums(folder / place.file, chunk.place.offset, chunk.place.length)
 
 
 def copied(source: Path, target: Path) -> Path:

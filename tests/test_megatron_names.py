@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from reshard.converters.megatron import names
+from reshard.converters.megatron import module_order, names, optim_groups, tp_rules
 from reshard.converters.megatron.sizes import (
     TE,
     TE_GROUPED,
@@ -85,7 +85,7 @@ class Rank:
             yield chunk, self.file["model" if self.pipeline.vpp == 1 else f"model{v}"]
 
     def entries(self, chunk: Chunk) -> list[tuple[str, str | None]]:
-        return names.legacy_entries(self.model, chunk, ep=self.ep_size, ep_rank=self.ep)
+        return module_order.legacy_entries(self.model, chunk, ep=self.ep_size, ep_rank=self.ep)
 
 
 def ranks(run: Path) -> Iterator[Rank]:
@@ -205,7 +205,7 @@ def test_rules_put_legacy_shards_together_to_the_torch_dist_tensor(
     assert model is not None
     assert shards.keys() == whole.keys()
     for canonical, by_rank in shards.items():
-        rule = names.tp_rule(canonical, model)
+        rule = tp_rules.tp_rule(canonical, model)
         parts = [by_rank[r] for r in sorted(by_rank)]
         if rule.axis is None:
             made = parts[0]
@@ -335,8 +335,8 @@ def test_transformer_engine_entries_read_back_to_their_tensors():
         model = sizes({**ARGS, "transformer_impl": TE, **change})
         chunk = pipeline(3, 1, mtp_layers=model.mtp_layers).chunks[0][0]
         ep = 2 if model.experts else 1
-        entries = names.legacy_entries(model, chunk, ep=ep, ep_rank=ep - 1)
-        local = names.legacy_entries(model, chunk, spec="local", ep=ep, ep_rank=ep - 1)
+        entries = module_order.legacy_entries(model, chunk, ep=ep, ep_rank=ep - 1)
+        local = module_order.legacy_entries(model, chunk, spec="local", ep=ep, ep_rank=ep - 1)
         assert {c for _, c in entries} == {c for _, c in local}
         first = (model.experts or 0) // ep * (ep - 1)
         fused = names.fused_modules(model)
@@ -388,15 +388,15 @@ def test_grouped_experts_and_the_tied_copy_are_recognised():
 )
 def test_a_tensor_without_a_rule_is_refused(name: str):
     with pytest.raises(LayoutError, match="not known"):
-        names.tp_rule(name, sizes(ARGS))
+        tp_rules.tp_rule(name, sizes(ARGS))
 
 
 def test_mla_down_projections_follow_the_spec():
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
-    assert names.tp_rule(name, sizes({**ARGS, **MLA, "transformer_impl": "local"})).axis == 0
+    assert tp_rules.tp_rule(name, sizes({**ARGS, **MLA, "transformer_impl": "local"})).axis == 0
     te = sizes({**ARGS, **MLA, "transformer_impl": TE})
-    assert names.tp_rule(name, te).axis is None
-    assert names.tp_rule(name, te, mla_down_cut=True).axis == 0
+    assert tp_rules.tp_rule(name, te).axis is None
+    assert tp_rules.tp_rule(name, te, mla_down_cut=True).axis == 0
 
 
 # --- param groups --------------------------------------------------------------------------------
@@ -417,20 +417,22 @@ def test_param_groups_number_the_masters_as_the_file_does(
     def params(rank: Rank) -> dict[str, tuple[torch.Tensor, bool]]:
         held = {}
         for v, (chunk, stored) in enumerate(rank.chunks()):
-            for name, canonical in names.parameters(rank.entries(chunk)):
-                expert = names.is_expert_parallel(canonical, rank.ep_size)
+            for name, canonical in module_order.parameters(rank.entries(chunk)):
+                expert = optim_groups.is_expert_parallel(canonical, rank.ep_size)
                 held[f"{v} {name}"] = (stored[name], expert)
         return held
 
     everywhere = {
         (group.expert, group.wd_mult)
         for rank in run
-        for optimizer in names.param_groups([(n, t.ndim, e) for n, (t, e) in params(rank).items()])
+        for optimizer in optim_groups.param_groups(
+            [(n, t.ndim, e) for n, (t, e) in params(rank).items()]
+        )
         for group in optimizer
     }
     for rank in run:
         held = params(rank)
-        made = names.param_groups([(n, t.ndim, e) for n, (t, e) in held.items()], everywhere)
+        made = optim_groups.param_groups([(n, t.ndim, e) for n, (t, e) in held.items()], everywhere)
         stored = rank.file["optimizer"]
         stored = stored if isinstance(stored, list) else [stored]
         assert len(made) == len(stored)
@@ -453,7 +455,9 @@ def test_param_groups_number_the_masters_as_the_file_does(
 
 
 def test_a_rank_without_such_parameters_has_an_empty_group():
-    made = names.param_groups([("a.weight", 2, False)], {(False, 0.0), (False, 1.0), (True, 1.0)})
+    made = optim_groups.param_groups(
+        [("a.weight", 2, False)], {(False, 0.0), (False, 1.0), (True, 1.0)}
+    )
     assert [[g.names for g in o] for o in made] == [[("a.weight",), ()], [()]]
 
 
@@ -641,9 +645,9 @@ def test_a_real_model_has_these_entries_keys_and_groups(built: list[dict[str, An
     model = sizes({**ARGS, **change})
     mtp = tuple(range(model.mtp_layers))
     chunk = Chunk((0, 1, 2), mtp, pre, post, final_norm=post or bool(mtp))
-    entries = names.legacy_entries(model, chunk)
+    entries = module_order.legacy_entries(model, chunk)
     assert [(name, c is None) for name, c in entries] == real["state"]
-    params = names.parameters(entries)
+    params = module_order.parameters(entries)
     assert [name for name, _ in params] == real["named"]
     style = names.style_of_sizes(model)
     for name, canonical in entries:
@@ -653,7 +657,7 @@ def test_a_real_model_has_these_entries_keys_and_groups(built: list[dict[str, An
             parsed = names.from_dist(key)
             assert parsed.axes == (len(names.to_dist(canonical, style)[1]))
     assert sum(c is not None and n in real["dist"] for n, c in entries) >= len(params) - 1
-    groups = names.param_groups([(n, real["ndim"][n], names.is_expert_parallel(c, 1))
+    groups = optim_groups.param_groups([(n, real["ndim"][n], optim_groups.is_expert_parallel(c, 1))
                                  for n, c in params])  # fmt: skip
     assert len(groups) == 1  # experts have no optimizer of their own while EP is 1
     assert [(g.expert, g.wd_mult, list(g.names)) for g in groups[0]] == real["groups"]
@@ -680,19 +684,19 @@ def test_a_missing_argument_is_named_and_never_guessed():
     model = sizes({"num_layers": 2, "hidden_size": 8})
     chunk = pipeline(2, 1).chunks[0][0]
     with pytest.raises(FormatError, match="--transformer-impl"):
-        names.legacy_entries(model, chunk)
+        module_order.legacy_entries(model, chunk)
     with pytest.raises(FormatError, match="--untie-embeddings-and-output-weights"):
-        names.legacy_entries(model, chunk, spec="local")
+        module_order.legacy_entries(model, chunk, spec="local")
     with pytest.raises(FormatError, match="--vocab-size"):
         padded_rows(model, 2)
     with pytest.raises(FormatError, match="--swiglu"):
-        names.tp_rule("decoder.layers.0.mlp.linear_fc1.weight", model)
+        tp_rules.tp_rule("decoder.layers.0.mlp.linear_fc1.weight", model)
     with pytest.raises(FormatError, match="names 2 layers; the model has 3"):
         sizes({**ARGS, **MOE, "moe_layer_freq": [0, 1]})
     with pytest.raises(FormatError, match=r"args\.hidden_size is 'x'"):
         sizes({"hidden_size": "x"})
     with pytest.raises(FormatError, match="moe_latent_size"):
-        names.legacy_entries(sizes({**ARGS, "moe_latent_size": 16}), chunk)
+        module_order.legacy_entries(sizes({**ARGS, "moe_latent_size": 16}), chunk)
 
 
 def test_sizes_follow_megatron_where_an_argument_may_be_left_out():

@@ -143,6 +143,10 @@ def test_a_megatron_vocabulary_is_resized_with_its_args(
     assert np.count_nonzero(made[109:]) == 0
 
 
+DEFAULT = '[[step]]\nkind = "default"\nnames = ["a"]\nslots = ["exp_avg"]\n'
+SET = '[[step]]\nkind = "options"\nnames = ["a"]\nset = '
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
@@ -154,6 +158,16 @@ def test_a_megatron_vocabulary_is_resized_with_its_args(
         ('[[step]]\nkind = "drop"', FormatError, r"step 1 \(drop\): .*'names'"),
         ('[[step]]\nkind = "drop"\nnames = "a"', FormatError, "names = 'a' is not what names"),
         ('[[step]]\nkind = "resize"\nnames = ["a"]\nrows = -1', FormatError, "rows = -1 is not"),
+        (DEFAULT + "step = true", FormatError, "step = True is .*: a number from 0"),
+        (DEFAULT + "step = inf", FormatError, "step = inf is .*: a number from 0"),
+        (SET + "{}", FormatError, r"set = \{\} is .*: a table, as in"),
+        (SET + '{ lr = "high" }', FormatError, "step 1: set.lr = 'high': give a finite number"),
+        (SET + "{ weight_decay = nan }", FormatError, "set.weight_decay = nan: give a finite numb"),
+        (SET + "{ pre_lr_mult = true }", FormatError, "set.pre_lr_mult = True: give a finite numb"),
+        (SET + "{ betas = 0.9 }", FormatError, "set.betas = 0.9: give a list of two numbers"),
+        (SET + "{ betas = [0.9, 1.5] }", FormatError, r"set.betas = \[0.9, 1.5\]: give a list of"),
+        (SET + "{ amsgrad = 1 }", FormatError, "set.amsgrad = 1: give true or false"),
+        (SET + "{ since = 1979-05-27 }", FormatError, "set.since = .*: give a number, a text"),
     ],
 )
 def test_a_file_that_is_not_understood_is_refused(
@@ -172,6 +186,11 @@ def test_a_file_that_is_not_understood_is_refused(
         ('kind = "rename"\nmatch = "("\nto = "y"', FormatError, "unterminated"),
         ('kind = "rename"\nmatch = ".*norm.*"\nto = "y"', LossError, "would both be y"),
         ('kind = "reset"\nnames = ["*"]\nslots = ["param"]', LossError, "weights are not reset"),
+        (
+            'kind = "options"\nnames = ["*"]\nset = { maximize = 0.5 }',
+            FormatError,
+            "set.maximize = 0.5: give true or false",
+        ),
         ('kind = "default"\nnames = ["*"]\nslots = ["exp_avg"]', LossError, "it is there: reset"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tarfile
 import tomllib
 
 from support import FIXTURES, ROOT, repository_files
@@ -46,6 +47,9 @@ def test_fixtures_stay_within_45_megabytes():
 def test_every_fixture_is_described():
     text = (FIXTURES / "README.md").read_text()
     names = {archive.name.removesuffix(".tar.xz") for archive in FIXTURES.rglob("*.tar.xz")}
+    for path in FIXTURES.rglob("shared.tar.xz"):
+        with tarfile.open(path) as archive:
+            names |= {member.name.partition("/")[0] for member in archive}
     assert names
     assert not {name for name in names if name not in text}
 

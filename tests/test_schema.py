@@ -8,9 +8,16 @@ from reshard.dialect import expand
 from reshard.errors import CoverageError, FormatError
 from reshard.expression import evaluate
 from reshard.proof import prove
-from reshard.schema import Scope, families, parse_family
+from reshard.schema import Scope, families, model_types, parse_family
 
-CONFIG = {"a": 7, "b": None, "c": {"d": 3}, "layers": ["x", "y"], "freq": [0, 0, 1, 0]}
+CONFIG = {
+    "a": 7,
+    "b": None,
+    "c": {"d": 3},
+    "layers": ["x", "y"],
+    "freq": [0, 0, 1, 0],
+    "none": [0, 0, 0],
+}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +33,7 @@ CONFIG = {"a": 7, "b": None, "c": {"d": 3}, "layers": ["x", "y"], "freq": [0, 0,
         ("a not in (b or [])", True),
         ("5 if b else -a", -7),
         ("freq.zeros", 2),
+        ("none.zeros", 3),
         ("freq.where_zero", [0, 1, 3]),
         ("not a", False),
     ],
@@ -119,3 +127,7 @@ def test_a_size_that_the_config_does_not_say_is_named():
     scope = Scope(families()["llama"], {"model_type": "llama", "num_hidden_layers": 2})
     with pytest.raises(FormatError, match=r"hidden_size|V"):
         expand(scope, "hf")
+
+
+def test_model_types_read_alone_are_those_of_the_whole_files():
+    assert model_types() == {name: family.types for name, family in families().items()}

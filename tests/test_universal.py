@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from reshard.containers.inert_json import to_json
 from reshard.converters.universal.nodes import node_name
 from reshard.dtypes import TABLE, named
 from reshard.errors import CorruptError, FormatError, UnsafeError, UsageError
+from reshard.files import Files
 from support import ROOT
 
 Unpack = Callable[[str], Path]
@@ -483,8 +485,11 @@ def test_a_damaged_state_of_the_source(store: Path, change: Callable[[Any], None
         ("universal:tp2", UsageError, "degrees"),
         ("universal.nosuch", UsageError, "dialect"),
         ("universal:chunk=0", UsageError, "size"),
+        ("universal:chunk=3", UsageError, "chunk=3: .* 256 bytes at least"),
+        ("universal:chunk=1MiB,shard=8KiB", UsageError, "a shard of 8192 bytes holds no chunk of"),
+        ("universal:shard=1MiB", UsageError, "give both, as in chunk=1MiB,shard=8MiB"),
         ("universal:sharding=1", UsageError, "not known"),
-        ("universal:compress=zstd", FormatError, "compressed chunks have no size"),
+        ("universal:compress=zstd", UsageError, "not known"),
     ],
 )
 def test_what_a_store_does_not_have(
@@ -492,6 +497,21 @@ def test_what_a_store_does_not_have(
 ) -> None:
     with pytest.raises(kind, match=word):
         reshard.convert(unpacked("megatron/a-tp1pp1") / "dist", tmp_path / "out", to)
+
+
+def test_a_cut_into_too_many_files_is_refused(
+    unpacked: Unpack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is laid out: the files of a model of 2 TB in shards of 1 KiB fit no memory."""
+    source = unpacked("megatron/a-tp1pp1") / "dist"
+    module: Any = importlib.import_module("reshard.converters.universal.write")
+    monkeypatch.setattr(module, "_MOST_SHARDS", 100)
+    with pytest.raises(UsageError, match=r"shard=1024 bytes cuts .* into [0-9,]+ shards"):
+        reshard.plan(source, "universal:chunk=1KiB,shard=1KiB")
+    assert reshard.plan(source, "universal")["status"] == "ok"
+    monkeypatch.setattr(module, "_MOST_CHUNKS", 100)
+    with pytest.raises(UsageError, match=r"chunk=1024 bytes cuts .* chunks"):
+        reshard.plan(source, "universal:chunk=1KiB")
 
 
 def test_blocks_of_fp8_are_not_parted_from_their_scales(unpacked: Unpack, tmp_path: Path) -> None:
@@ -523,6 +543,82 @@ def test_a_store_of_a_later_version(store: Path) -> None:
     (store / "zarr.json").write_text(json.dumps(found))
     with pytest.raises(FormatError, match="version 2"):
         reshard.open(store)
+
+
+# --- compressed -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compressed(unpacked: Unpack, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("compressed") / "store"
+    reshard.convert(unpacked("megatron/a-tp1pp1") / "dist", made, CUT, compress="zstd:9", workers=2)
+    return made
+
+
+def test_a_compressed_store_is_the_same_checkpoint(
+    compressed: Path, unpacked: Unpack, tmp_path: Path
+) -> None:
+    """And smaller, and converts on to the same bytes."""
+    given = unpacked("megatron/a-tp1pp1") / "dist"
+    assert reshard.diff(given, compressed, extras=True)["differences"] == []
+    assert reshard.verify(compressed)["findings"] == []
+    reshard.convert(given, tmp_path / "plain", CUT)
+    sizes = [sum(map(len, files_of(f).values())) for f in (compressed, tmp_path / "plain")]
+    assert sizes[0] < sizes[1]
+    for store in (compressed, tmp_path / "plain"):
+        reshard.convert(store, tmp_path / f"by-{store.name}", "megatron:tp2")
+    ours, theirs = (files_of(tmp_path / n) for n in ("by-store", "by-plain"))
+    assert ours == theirs
+    again = reshard.convert(given, compressed, CUT, compress="zstd:9")
+    assert again["already"]
+
+
+def test_a_part_of_a_compressed_store_is_read_by_its_chunks(
+    compressed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = reshard.open(compressed)[MATRIX]
+    whole, read = found[...], list[int]()
+    real = Files.pread
+
+    def counted(self: Files, name: str, offset: int, out: memoryview) -> None:
+        read.append(len(out))
+        real(self, name, offset, out)
+
+    monkeypatch.setattr(Files, "pread", counted)
+    part = found[3:5]
+    assert part.tobytes() == whole[3:5].tobytes()
+    assert 0 < sum(read) <= 2 * 2048
+    assert sum(read) < whole.nbytes / 2
+
+
+def test_a_damaged_chunk_of_a_compressed_store_is_an_error(
+    compressed: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(compressed, store)
+    shard = store / "param" / MATRIX / "c.0.0"
+    raw = bytearray(shard.read_bytes())
+    raw[9] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(CorruptError, match=r"chunk \[0, 0\].*CRC-32C"):
+        reshard.open(store)[MATRIX][...]
+
+
+@pytest.mark.parametrize(
+    ("to", "compress", "word"),
+    [
+        ("universal", "gzip", "write zstd"),
+        ("universal", "zstd:0", "a level of 1 to 22"),
+        ("megatron:tp1", "zstd", "only universal stores are compressed"),
+    ],
+)
+def test_what_is_not_compressed(
+    unpacked: Unpack, tmp_path: Path, to: str, compress: str, word: str
+) -> None:
+    with pytest.raises(UsageError, match=word):
+        reshard.convert(
+            unpacked("megatron/a-tp1pp1") / "dist", tmp_path / "out", to, compress=compress
+        )
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -108,11 +108,16 @@ def test_the_live_run_is_in_the_store(
 
 @READERS
 @pytest.mark.parametrize("to", ["universal", CUT])
+@pytest.mark.parametrize("compress", [None, "zstd", "zstd:19"])
 def test_fsdp_truth_is_in_the_store(
-    unpacked: Unpack, tmp_path: Path, read: Callable[[Path, str], Array], to: str
+    unpacked: Unpack,
+    tmp_path: Path,
+    read: Callable[[Path, str], Array],
+    to: str,
+    compress: str | None,
 ) -> None:
     fixture = unpacked("dcp/fsdp2_w2_fp32")
-    reshard.convert(fixture / "checkpoint", tmp_path / "store", to)
+    reshard.convert(fixture / "checkpoint", tmp_path / "store", to, compress=compress)
     truth = truth_of(fixture)
     for row, values in tensors(tmp_path / "store", read):
         expected = truth.pop(f"{row['slot'].replace('param', 'model')}.{row['name']}")

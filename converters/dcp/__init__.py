@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.checkpoint import Checkpoint
-from reshard.format import Declaration, OpenOptions, WriteOptions
+from reshard.checkpoint import Checkpoint, Json
+from reshard.format import Declaration, OpenOptions, Packed, WriteOptions
 from reshard.topology import Target
 
 
-@dataclass(frozen=True)
 class Dcp:
     """torch.distributed.checkpoint, as FSDP, torchtitan, accelerate and Lightning save it."""
 
-    name: str = "dcp"
-    summary: str = "torch.distributed.checkpoint: .metadata, *.distcp"
-    writes: bool = True
-    naming: str = "torch"  # of every target
+    name = "dcp"
+    summary = "torch.distributed.checkpoint: .metadata, *.distcp"
+    writes = True
+    takes = frozenset({"data_cursor"})
+    naming = "torch"  # of every target
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
-        from .sources import recognise
+        from .recognise import is_dcp
 
-        return recognise(folder)
+        return is_dcp(folder)
 
     def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
         """The checkpoint of a run folder."""
-        from .runs import checkpoint_folder
+        from reshard.containers.runs import checkpoint_folder
 
         return checkpoint_folder(run, iteration, self.recognise)
 
@@ -43,25 +42,37 @@ class Dcp:
 
         return declare_dcp(source, target, options)
 
+    def pack(self, source: Checkpoint) -> Packed | None:
+        """A State as JSON."""
+        from .packed import pack
 
-@dataclass(frozen=True)
+        return pack(source)
+
+    def unpack(self, state: Json, source: Checkpoint) -> object:
+        """A State from JSON."""
+        from .packed import unpack
+
+        return unpack(state, source)
+
+
 class TorchSave:
     """Files of torch.save: one state dict for the whole job, or one for each rank."""
 
-    name: str = "torch"
-    summary: str = "torch.save: a state dict, or *_rank_N.pt of every rank"
-    writes: bool = True
-    naming: str = "torch"  # of every target
+    name = "torch"
+    summary = "torch.save: a state dict, or *_rank_N.pt of every rank"
+    writes = True
+    takes = frozenset({"data_cursor"})
+    naming = "torch"  # of every target
 
     def recognise(self, folder: Path) -> str | None:
         """Why a file or folder is one."""
-        from .files import recognise
+        from .recognise import is_torch
 
-        return recognise(folder)
+        return is_torch(folder)
 
     def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
         """The checkpoint of a run folder."""
-        from .runs import checkpoint_folder
+        from reshard.containers.runs import checkpoint_folder
 
         return checkpoint_folder(run, iteration, self.recognise)
 
@@ -76,6 +87,18 @@ class TorchSave:
         from .write_torch import declare_torch
 
         return declare_torch(source, target, options)
+
+    def pack(self, source: Checkpoint) -> Packed | None:
+        """A State as JSON."""
+        from .packed import pack
+
+        return pack(source)
+
+    def unpack(self, state: Json, source: Checkpoint) -> object:
+        """A State from JSON."""
+        from .packed import unpack
+
+        return unpack(state, source)
 
 
 FORMATS = (Dcp(), TorchSave())

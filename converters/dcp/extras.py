@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from reshard.checkpoint import Checkpoint, consumed_samples, is_samples
+from reshard.checkpoint import TIES, Checkpoint, consumed_samples, is_samples
 from reshard.containers import torchfile
 from reshard.containers.carried import Carried
 from reshard.errors import LossError
 from reshard.format import Fate, Loss
 from reshard.layout import Draft
+from reshard.scaler import loss_scale
 
 from .goal import Goal
 from .leaves import ObjectLeaf, dotted
@@ -20,6 +22,7 @@ from .values import ALLOWED, Path, own_values, plain, strangers
 
 _DATA = "dataloader"
 _RANK = "dp_rank_"
+_LOADER = re.compile(r"dl_state_dict(_\d+)?\.bin")
 
 
 @dataclass
@@ -41,12 +44,12 @@ def keep_extras(source: Checkpoint, aim: Goal) -> Kept:
     """Sort the source's extras for a target."""
     kept = Kept()
     if aim.weights_only:
-        if source.extras:
-            kept.fates.append(Fate("extras", "drop", "weights only"))
         return kept
     native = source.native
-    extras = native.extras if isinstance(native, State) else _neutral(source, kept)
-    extras = _data_loaders(extras, aim, kept)
+    if TIES in source.extras:
+        kept.fates.append(Fate(TIES, "keep", "both names are written"))
+    extras = native.extras if isinstance(native, State) else _neutral(source, aim, kept)
+    extras = _data_loaders(extras, source, aim, kept)
     schedule = schedule_of(extras)
     for extra in extras:
         path = extra.file or dotted(extra.path)
@@ -56,6 +59,7 @@ def keep_extras(source: Checkpoint, aim: Goal) -> Kept:
         elif aim.same_kind or _has_place(extra, aim, schedule):
             _keep(kept, extra)
             _rescale(source, aim, kept, extra)
+            _rebatch(source, aim, kept, extra)
         elif schedule is None or extra not in schedule.leaves:
             kept.drop(path, f"no place for it in a checkpoint of kind {aim.dialect.kind}")
     if not aim.same_kind:
@@ -67,6 +71,8 @@ def _has_place(extra: ObjectLeaf, aim: Goal, schedule: Schedule | None) -> bool:
     """Whether a value of another kind of checkpoint is kept under its own path."""
     if extra.file or (schedule is not None and extra in schedule.leaves):
         return False
+    if extra.path[0] == _SCALER:
+        return True
     if aim.dialect.kind == "torchtitan":
         return extra.path[0] == "train_state"
     return aim.dialect.kind == "plain"
@@ -75,7 +81,7 @@ def _has_place(extra: ObjectLeaf, aim: Goal, schedule: Schedule | None) -> bool:
 _TRAINING, _SAMPLES = "train_state", "consumed_train_samples"
 
 
-def _neutral(source: Checkpoint, kept: Kept) -> tuple[ObjectLeaf, ...]:
+def _neutral(source: Checkpoint, aim: Goal, kept: Kept) -> tuple[ObjectLeaf, ...]:
     """Of another framework's extras those that mean the same here: a scheduler's, train_state."""
     ends = [path[: -len("last_epoch")] for path in source.extras if path.endswith(".last_epoch")]
     out: list[ObjectLeaf] = []
@@ -88,12 +94,11 @@ def _neutral(source: Checkpoint, kept: Kept) -> tuple[ObjectLeaf, ...]:
             out.append(ObjectLeaf(where, Carried(value)))
         elif parts[0] == _TRAINING and type(value) in (int, float, bool):
             out.append(ObjectLeaf(tuple(parts), Carried(value)))
-        elif path == "ties":
-            kept.fates.append(Fate(path, "keep", "both names are written"))
-        else:
+        elif path != TIES:
             left.setdefault(path)
     if not ends:
         out += _counted(source, kept, left)
+    out += _scaler(source, aim, kept, left)
     samples = consumed_samples(source)
     if samples is not None and not any(e.path == (_TRAINING, _SAMPLES) for e in out):
         out.append(ObjectLeaf((_TRAINING, _SAMPLES), Carried(samples)))
@@ -106,6 +111,25 @@ def _neutral(source: Checkpoint, kept: Kept) -> tuple[ObjectLeaf, ...]:
     for name in left:
         kept.drop(name, f"of {source.format}; torch has no place for it")
     return tuple(out)
+
+
+_SCALER = "scaler"
+
+
+def _scaler(source: Checkpoint, aim: Goal, kept: Kept, left: dict[str, None]) -> list[ObjectLeaf]:
+    """The state of a GradScaler that goes on from another framework's loss scale."""
+    scale = loss_scale(source.extras)
+    if scale is None:
+        return []
+    beside = aim.dialect.kind == "accelerate"
+    for path in scale.fields:
+        left.pop(path, None)
+        place = f"{_SCALER}.pt" if beside else _SCALER
+        kept.fates.append(Fate(path, "remap", f"{place}: torch's GradScaler has no hysteresis"))
+    if beside:
+        kept.files[f"{_SCALER}.pt"] = Carried(dict(scale.for_torch()))
+        return []
+    return [ObjectLeaf((_SCALER, k), Carried(v)) for k, v in scale.for_torch().items()]
 
 
 def _counted(source: Checkpoint, kept: Kept, left: dict[str, None]) -> list[ObjectLeaf]:
@@ -158,18 +182,65 @@ def _rescale(source: Checkpoint, aim: Goal, kept: Kept, extra: ObjectLeaf) -> No
     Source: accelerate 1.15.0 scheduler.py, AcceleratedScheduler.step; a resume in another world
     has a wrong rate otherwise.
     """
-    state, ranks = extra.value.obj, source.topology.dp
-    steps = set(source.steps.values())
-    if extra.file != _PREPARED or not isinstance(state, dict) or not ranks or len(steps) != 1:
+    state, ranks, step = extra.value.obj, source.topology.dp, _common_step(source)
+    if extra.file != _PREPARED or not isinstance(state, dict) or not ranks or step is None:
         return
-    step = int(next(iter(steps)))
-    if ranks in (1, aim.ranks) or state.get("last_epoch") != step * ranks:
+    if ranks == aim.ranks or state.get("last_epoch") != step * ranks:
         return
-    moved = {**state, "last_epoch": step * aim.ranks}
-    if "_step_count" in moved:
-        moved["_step_count"] = step * aim.ranks + 1
+    moved = {**state, **_counts(state, step * aim.ranks)}
     kept.files[_PREPARED] = Carried(moved, extra.value.values)
     kept.fates[-1] = Fate(_PREPARED, "remap", f"{aim.ranks} scheduler steps to a step, not {ranks}")
+
+
+_TRAINER, _PER_DEVICE = "trainer_state.json", "train_batch_size"
+
+
+def _rebatch(source: Checkpoint, aim: Goal, kept: Kept, extra: ObjectLeaf) -> None:
+    """Trainer's progress counts global batches: another number of ranks has another share of each.
+
+    Trainer up to 4.50, and later with auto_find_batch_size, trains on with the batch per device
+    that its state names. A share that is no whole number is rounded down, and the job's own counts:
+    Trainer warns where the two differ, and fails where there is none.
+    Source: transformers trainer.py, train and _init_training_state @ v5.24.
+    """
+    state, ranks = extra.value.obj, source.topology.dp
+    if extra.file != _TRAINER or not isinstance(state, dict) or not ranks or ranks == aim.ranks:
+        return
+    share = state.get(_PER_DEVICE)
+    if not isinstance(share, int):
+        return
+    new, left = divmod(share * ranks, aim.ranks)
+    kept.files[_TRAINER] = Carried({**state, _PER_DEVICE: max(1, new)}, extra.value.values)
+    told = "for the job to say" if left else new
+    detail = f"{share} on each of {ranks} ranks is {told} on {aim.ranks}"
+    kept.fates.append(Fate(f"{_TRAINER}.{_PER_DEVICE}", "remap", detail))
+
+
+def _common_step(source: Checkpoint) -> int | None:
+    """The step that every parameter has counted."""
+    steps = set(source.steps.values())
+    return int(steps.pop()) if len(steps) == 1 else None
+
+
+def _counts(state: Mapping[str, object], count: int) -> dict[str, object]:
+    """The counters of a scheduler that has taken `count` steps."""
+    return {k: v for k, v in (("last_epoch", count), ("_step_count", count + 1)) if k in state}
+
+
+def _counted_by(
+    schedule: Schedule, source: Checkpoint, per_step: int
+) -> tuple[Mapping[str, Carried], str]:
+    """The scheduler's fields, counting `per_step` for a step of the optimizer; and what is said.
+
+    Left alone where it does not count as its kind of checkpoint does.
+    """
+    prepared = any(leaf.file == _PREPARED for leaf in schedule.leaves)
+    step, before = _common_step(source), (source.topology.dp or 1) if prepared else 1
+    count = schedule.fields.get("last_epoch", Carried(None)).obj
+    if step is None or count != step * before or before == per_step:
+        return schedule.fields, ""
+    made = {k: Carried(v) for k, v in _counts(schedule.fields, step * per_step).items()}
+    return {**schedule.fields, **made}, f": {per_step} scheduler steps to a step, not {before}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +292,19 @@ def _move(source: Checkpoint, aim: Goal, schedule: Schedule | None, kept: Kept) 
     """The scheduler and the step, where the target's kind keeps them."""
     kind = aim.dialect.kind
     if schedule is not None:
-        names = ", ".join(leaf.file or dotted(leaf.path) for leaf in schedule.leaves) or "scheduler"
+        place = _PREPARED if kind == "accelerate" else "lr_scheduler"
+        per_step = aim.ranks if kind == "accelerate" else 1
+        fields, detail = _counted_by(schedule, source, per_step)
         if kind == "accelerate":
-            state: dict[str, object] = {k: v.obj for k, v in schedule.fields.items()}
-            kept.files[_PREPARED] = Carried(state)
-            kept.fates.append(Fate(names, "remap", _PREPARED))
+            kept.files[_PREPARED] = Carried({k: v.obj for k, v in fields.items()})
         else:
-            for name, value in schedule.fields.items():
+            for name, value in fields.items():
                 if kind != "torchtitan" or name == "last_epoch":
                     kept.entries.append((("lr_scheduler", name), value))
-            kept.fates.append(Fate(names, "remap", "lr_scheduler"))
+        kept.fates += [
+            Fate(leaf.file or dotted(leaf.path), "remap", f"{place}{detail}")
+            for leaf in schedule.leaves
+        ]
     if source.iteration is None or kind not in ("plain", "torchtitan"):
         return
     present = {path for path, _ in kept.entries}
@@ -245,33 +319,44 @@ def _move(source: Checkpoint, aim: Goal, schedule: Schedule | None, kept: Kept) 
 # ---------------------------------------------------------------------- per-rank data loaders
 
 
-def _data_loaders(extras: Sequence[ObjectLeaf], aim: Goal, kept: Kept) -> tuple[ObjectLeaf, ...]:
+def _data_loaders(
+    extras: Sequence[ObjectLeaf], source: Checkpoint, aim: Goal, kept: Kept
+) -> tuple[ObjectLeaf, ...]:
     """The extras with data-loader states for the target's ranks.
 
     torchtitan keeps one opaque state per data-parallel rank (components/dataloader.py), and ranks
-    that find none lose data silently (torchtitan#811). Raises LossError when their number changes
-    and nobody said what to do.
+    that find none lose data silently (torchtitan#811); accelerate keeps the main process's, which
+    all take up (`dl_state_dict.bin` of a StatefulDataLoader). Raises LossError when their number
+    changes and nobody said what to do.
     """
-    mine = [e for e in extras if _data_rank(e) is not None]
-    if not mine or not aim.dp_given or len(mine) == aim.ranks:
+    blobs = [e for e in extras if _data_rank(e) is not None]
+    shared = [e for e in extras if e.file and _LOADER.fullmatch(e.file)]
+    before = len(blobs) or source.topology.dp
+    if not (blobs or shared) or not aim.dp_given or before == aim.ranks:
         return tuple(extras)
-    rest = [e for e in extras if e not in mine and e.path != (_DATA, "world_size")]
+    name = f"{_DATA}.{_RANK}*" if blobs else str(shared[0].file)
     if aim.data is None:
         raise LossError(
-            f"{dotted(mine[0].path)} and {len(mine) - 1} more are opaque states of {len(mine)} "
-            f"ranks' data loaders; the target has {aim.ranks} ranks. Say data=reset to start the "
-            "data anew, or data=rank0 to give every rank the first one's state."
+            f"{name}: opaque states of {before} ranks' data loaders; the target has {aim.ranks} "
+            "ranks. Say --data-cursor reset to start the data anew, or --data-cursor keep-rank0 "
+            "to give every rank rank 0's state."
         )
+    mine = [*blobs, *shared]
+    rest = [e for e in extras if e not in mine and e.path != (_DATA, "world_size")]
     if aim.data == "reset":
-        kept.drop(f"{_DATA}.{_RANK}*", "data loaders start anew, as asked")
+        for one in mine:
+            kept.drop(one.file or dotted(one.path), "data loaders start anew, as asked")
         return tuple(rest)
-    first = next((e for e in mine if _data_rank(e) == 0), mine[0])
-    kept.losses.append(
-        Loss("data-cursor", f"{_DATA}.{_RANK}*", "every rank has rank 0's state, as asked")
-    )
-    made = [replace(first, path=(_DATA, f"{_RANK}{r}")) for r in range(aim.ranks)]
+    kept.losses.append(Loss("data-cursor", name, "every rank has rank 0's state, as asked"))
+    kept.fates += [
+        Fate(dotted(e.path), "drop", "every rank has rank 0's state, as asked")
+        for e in blobs
+        if _data_rank(e) != 0 and (_data_rank(e) or 0) >= aim.ranks
+    ]
+    first = [e for e in blobs if _data_rank(e) == 0] or blobs[:1]
+    made = [replace(e, path=(_DATA, f"{_RANK}{r}")) for e in first for r in range(aim.ranks)]
     size = [e for e in extras if e.path == (_DATA, "world_size")]
-    return (*rest, *made, *(replace(e, value=Carried(aim.ranks)) for e in size))
+    return (*rest, *shared, *made, *(replace(e, value=Carried(aim.ranks)) for e in size))
 
 
 def _data_rank(extra: ObjectLeaf) -> int | None:

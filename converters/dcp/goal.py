@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, ties
 from reshard.dtypes import DType, named
 from reshard.errors import FormatError, UsageError
 from reshard.format import WriteOptions
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Target, Topology
 
-from .sources import MODEL_FOLDER, OPTIMIZER_FOLDER
+from .recognise import DCP, MODEL_FOLDER, OPTIMIZER_FOLDER
 from .state import Dialect, State
 
 #: Spellings of `dcp.VARIANT`. Source: fixtures fsdp2_w2_fp32, torchtitan_w2, accelerate_fsdp2_w2.
@@ -28,7 +28,7 @@ VARIANTS = {
         optimizer_folder=OPTIMIZER_FOLDER,
     ),
 }
-_OPTIONS = ("chunk", "model", "optim", "flat", "data")
+_OPTIONS = ("chunk", "model", "optim", "flat", "numbered")
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -37,7 +37,7 @@ class Goal:
     """A target: who will write which boxes under which keys.
 
     `chunk` is the most bytes of a chunk, or None: cut as `ranks` ranks of FSDP cut. `same_kind`:
-    side files and unknown values have a place. `data` is what becomes of per-rank data loaders.
+    side files and unknown values have a place. `data`: one of format.CURSORS.
     """
 
     dialect: Dialect
@@ -67,7 +67,7 @@ def goal(source: Checkpoint, target: Target, options: WriteOptions) -> Goal:
         dialect = like.dialect
     elif target.variant is not None:
         dialect = _variant(target.variant)
-    elif native is not None and source.format == "dcp":
+    elif native is not None and native.format == DCP:
         dialect = native.dialect
     else:
         dialect = VARIANTS["plain"]
@@ -80,7 +80,7 @@ def goal(source: Checkpoint, target: Target, options: WriteOptions) -> Goal:
         chunk=_bytes(asked["chunk"]) if "chunk" in asked else None,
         same_kind=native is not None and native.dialect.kind == dialect.kind,
         weights_only=weights,
-        data=_data(asked.get("data")),
+        data=options.data_cursor,
         dp_given=bool(target.degrees),
     )
 
@@ -100,10 +100,16 @@ def _respelled(dialect: Dialect, asked: Mapping[str, str]) -> Dialect:
         if len(dialect.optimizers) > 1:
             raise UsageError("optim= renames one optimizer; the source has several")
         dialect = replace(dialect, optimizers=(tuple(filter(None, optim.split("/"))),))
+    for name in ("flat", "numbered"):
+        said = asked.get(name)
+        if said not in (None, "yes", "no"):
+            raise UsageError(f"{name}={said}: say yes or no")
     if flat is not None:
-        if flat not in ("yes", "no"):
-            raise UsageError(f"flat={flat}: say yes or no")
         dialect = replace(dialect, flat=flat == "yes")
+    if "numbered" in asked:
+        dialect = replace(dialect, numbered=asked["numbered"] == "yes")
+    if dialect.flat and dialect.numbered:
+        raise UsageError("flat keys have no numbers: flat=yes and numbered=yes contradict")
     return dialect
 
 
@@ -125,12 +131,6 @@ def _bytes(text: str) -> int:
     if match is None or int(match[1]) == 0:
         raise UsageError(f"chunk={text}: write a size as 256MiB")
     return int(match[1]) * _UNITS[match[2]]
-
-
-def _data(text: str | None) -> str | None:
-    if text not in (None, "reset", "rank0"):
-        raise UsageError(f"data={text}: say reset or rank0")
-    return text
 
 
 def tensors(
@@ -161,27 +161,19 @@ def tensors(
     return out, frozenset(replaced)
 
 
-def tied_copies(
-    source: Checkpoint, held: Mapping[TensorId, LogicalTensor]
-) -> tuple[dict[TensorId, LogicalTensor], dict[TensorId, TensorId]]:
-    """The second names of tied weights, and what fills them: torch's state dict has both.
+def other_names(
+    source: Checkpoint, like: Checkpoint | None, held: Mapping[TensorId, LogicalTensor]
+) -> dict[str, str]:
+    """Second names of tied weights: torch's state dict has both, and dcp.load asks for both.
 
-    Sources that keep one copy say the others in their extras, as `ties`: alias to name.
     Source: fixture fsdp2_w2_bf16_tied; a key that is missing stops dcp.load.
     """
-    ties = source.extras.get("ties")
-    out: dict[TensorId, LogicalTensor] = {}
-    feeds: dict[TensorId, TensorId] = {}
-    for alias, name in ties.items() if isinstance(ties, Mapping) else ():
-        weight, copy = TensorId(str(name)), TensorId(alias)
-        if weight not in held or copy in held:
-            continue
-        out[copy] = _tensor(copy, held[weight], held[weight].dtype)
-        master = TensorId(str(name), MASTER)
-        wide = source.layout.tensors.get(weight, held[weight]).dtype != held[weight].dtype
-        lone = weight not in source.layout.tensors
-        feeds[copy] = master if (wide or lone) and master in source.layout.tensors else weight
-    return out, feeds
+    said = ties(source) | (ties(like) if like is not None else {})
+    return {
+        alias: name
+        for alias, name in said.items()
+        if TensorId(name) in held and TensorId(alias) not in held
+    }
 
 
 def _mastered(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
 from reshard.containers.carried import Carried
+from reshard.containers.inert import TensorRef
 from reshard.errors import LossError
-from reshard.format import Fate
+from reshard.format import Fate, Loss
+from reshard.options import in_torch
 from reshard.tensor import EXP_AVG
 
 from .state import State
-from .values import plain
+from .values import Path, plain
 
 #: What torch 2.13's Adam and AdamW keep in a group beside lr, betas, eps and weight_decay, with
 #: their defaults; a key that is missing stops dcp.load (pytorch#146157).
@@ -75,12 +77,10 @@ def target_groups(
 def _first_rate(
     options: Mapping[str, Carried], base_lrs: list[float] | None, group: int, *, foreign: bool
 ) -> Carried | None:
-    """`initial_lr`, which a scheduler's reload asks for: of the scheduler, or the largest known."""
+    """`initial_lr`, which a scheduler's reload asks for: of the scheduler, or the one known."""
     if base_lrs is not None and group < len(base_lrs):
         return Carried(base_lrs[group])
-    if not foreign:
-        return None
-    return options.get("max_lr") or options.get("lr")
+    return options.get("lr") if foreign else None
 
 
 def _own(source: Checkpoint) -> list[TargetGroup]:
@@ -94,8 +94,20 @@ def _own(source: Checkpoint) -> list[TargetGroup]:
             )
         ]
     return [
-        TargetGroup({k: Carried(_value(k, v)) for k, v in g.options.items()}, g.members)
-        for g in source.groups or ()
+        TargetGroup({k: Carried(_value(k, v)) for k, v in options.items()}, g.members)
+        for i, g in enumerate(source.groups or ())
+        for options, _ in [in_torch(g.options, f"param_groups[{i}]")]
+    ]
+
+
+def options_left(source: Checkpoint) -> list[Loss]:
+    """Options of another framework's groups that torch's have no place for."""
+    if isinstance(source.native, State):
+        return []
+    names = dict.fromkeys(n for g in source.groups or () for n in in_torch(g.options, "")[1])
+    return [
+        Loss("option-dropped", f"param_groups.{name}", f"an option of {source.format} alone")
+        for name in names
     ]
 
 
@@ -137,6 +149,30 @@ def _check_equal(one: TargetGroup, other: TargetGroup, group: int) -> None:
                 f"source ({a} and {b}); make the job's groups as the source's, or convert without "
                 "--like"
             )
+
+
+def spread(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
+    """The leaves of a value as torch's loader asks for them; an empty dict is one.
+
+    Source: torch 2.13 distributed/checkpoint/_traverse.py, traverse_state_dict.
+    """
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from spread(inner, (*path, str(key)))
+    elif isinstance(value, list) and not _terminal(value):
+        for i, inner in enumerate(value):
+            yield from spread(inner, (*path, i))
+    else:
+        yield path, value
+
+
+def _terminal(value: object) -> bool:
+    if isinstance(value, list):
+        return not any(
+            isinstance(v, TensorRef) or (isinstance(v, Mapping | list) and not _terminal(v))
+            for v in value
+        )
+    return not isinstance(value, Mapping)
 
 
 def as_json(groups: list[TargetGroup]) -> list[ParamGroup]:

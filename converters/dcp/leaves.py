@@ -14,12 +14,17 @@ from .values import Path
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """A whole tensor at a place of a state dict; its pieces are located when asked for."""
+    """A whole tensor at a place of a state dict; its pieces are located when asked for.
+
+    `first` is where its first elements lie, as files say it (tensors of one storage share it), or
+    None.
+    """
 
     path: Path
     shape: tuple[int, ...]
     dtype: DType
     pieces: Callable[[], Sequence[Piece]]
+    first: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -10,16 +11,19 @@ from pathlib import Path as Folder
 from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import TensorRef, tensors_in
 from reshard.containers.torchfile import TorchFile
+from reshard.dialect import expand
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, FormatError
 from reshard.format import open_checkpoint
 from reshard.layout import Piece, StoredArray, place_flat
+from reshard.namings import module_order
+from reshard.schema import Scope, families, model_types
 from reshard.tensor import PARAM
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf
 from .names import Spelling
 from .order import names_by_number
-from .pickles import FLAT, given, load
+from .pickles import FLAT, Given, load
 from .shards import sharded
 from .state import STEP
 
@@ -68,9 +72,38 @@ class _Flat:
 
 
 def reference_shapes(folder: str) -> dict[str, Shape]:
-    """The parameters of a checkpoint of the same model, in order."""
-    found = open_checkpoint(folder).layout.tensors
+    """The parameters of a checkpoint of the same model, or of a config.json alone, in order."""
+    try:
+        found = open_checkpoint(folder).layout.tensors
+    except FormatError:
+        if not (Folder(folder) / "config.json").is_file():
+            raise
+        return _config_shapes(Folder(folder) / "config.json")
     return {t.name: v.shape for t, v in found.items() if t.slot == PARAM and v.dtype.floating}
+
+
+def _config_shapes(path: Folder) -> dict[str, Shape]:
+    """The parameters of the model of a config. Raises FormatError for a model that is not known."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        kind = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path}: no config of a model ({error!r})") from None
+    named = next((n for n, kinds in model_types().items() if kind in kinds), None)
+    if named is None:
+        raise FormatError(
+            f"{path}: model_type {kind!r} is in no family; name a checkpoint of the same model"
+        )
+    stored = {
+        n: s for n, s in expand(Scope(families()[named], config), "hf").items() if not s.spare
+    }
+    order = module_order(stored, "hf", kind)
+    if order is None:
+        raise FormatError(
+            f"{path}: the order of the modules of {kind!r} is not known; name a checkpoint of the "
+            "same model"
+        )
+    return {name: stored[name].shape for name in order}
 
 
 def local_leaves(
@@ -91,7 +124,7 @@ def local_leaves(
             for name, shape, first in flat.members:
                 path = ("model", name) if slot == PARAM else ("optim", "state", name, slot)
                 pieces = flat.pieces(slot, shape, first)
-                leaves.append(TensorLeaf(path, shape, dtype, given(pieces)))
+                leaves.append(TensorLeaf(path, shape, dtype, Given(pieces)))
     return leaves
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as Folder
 
 from reshard.box import Box
-from reshard.containers import torchfile
+from reshard.containers import rank_names
 from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import TensorRef, tensors_in
 from reshard.containers.torchfile import TorchFile
@@ -17,9 +17,11 @@ from reshard.errors import CorruptError, FormatError
 from reshard.layout import Piece
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
+from .listing import RANK
 from .shards import Sharded, sharded
 from .values import Path, plain
 
+GROUPS = "param_groups"
 FLAT = ("_flat_param", "flat_param")
 
 
@@ -34,16 +36,19 @@ class _Whole:
 
 
 def load(root: Folder, name: str) -> TorchFile:
-    """The torch.save file `name` below the checkpoint's folder."""
-    return torchfile.load(root / name, name)
+    """The torch.save file `name` below the checkpoint's folder, of the rank that it says."""
+    return rank_names.load(root, name, (RANK,))
 
 
 def tree(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
     """The leaves of nested dicts and lists; lists of plain values stay whole, as in DCP.
 
+    The options of a parameter group stay whole, too: here a dict's keys are not always texts.
     Source: torch 2.13 distributed/checkpoint/_traverse.py.
     """
-    if isinstance(value, Mapping) and value and all(type(k) in (str, int) for k in value):
+    if len(path) > 2 and path[-3] == GROUPS:
+        yield path, value
+    elif isinstance(value, Mapping) and value and all(type(k) in (str, int) for k in value):
         for key, inner in value.items():
             yield from tree(inner, (*path, key))
     elif isinstance(value, list) and any(
@@ -78,20 +83,22 @@ def leaves_of(root: Folder, files: Sequence[tuple[str, Path]]) -> list[Leaf]:
     for path in order:
         if path in whole:
             found = whole[path]
-            out.append(TensorLeaf(path, found.shape, found.dtype, given(found.pieces)))
+            first = start(found.pieces[0]) if found.pieces else None
+            out.append(TensorLeaf(path, found.shape, found.dtype, Given(found.pieces), first))
         if path in values:
-            out += _objects(path, values[path])
+            out += by_rank(path, values[path])
     return out
 
 
-def given(pieces: Sequence[Piece]) -> Callable[[], Sequence[Piece]]:
-    """What gives these pieces, when asked for them."""
-    return _Given(pieces)
+def start(piece: Piece) -> tuple[str, int]:
+    """The file and byte at which a piece's first element lies."""
+    array = piece.array
+    return array.file, array.offset + piece.base * array.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """Pieces that are known already."""
+class Given:
+    """Pieces that are known already, given when asked for."""
 
     pieces: Sequence[Piece]
 
@@ -104,7 +111,7 @@ def _refuse_flat(file: Folder, path: Path) -> None:
         raise FormatError(
             f"{file}: {dotted(path)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): neither "
             "names nor shapes of what it holds are in the file. Name a checkpoint of the same "
-            "model that has them: --from torch:reference=DIR."
+            "model that has them, or a folder with its config.json: --from torch:reference=DIR."
         )
 
 
@@ -144,9 +151,9 @@ def _local_dtype(value: object, where: str) -> DType:
     raise CorruptError(f"{where}: a shard without a tensor")
 
 
-def _objects(path: Path, by_rank: Mapping[int, Carried]) -> list[ObjectLeaf]:
+def by_rank(path: Path, values: Mapping[int, Carried]) -> list[ObjectLeaf]:
     """A value that all ranks share, or each rank's under its number."""
-    shown = {rank: repr(plain(value)) for rank, value in by_rank.items()}
-    if len(set(shown.values())) == 1:
-        return [ObjectLeaf(path, next(iter(by_rank.values())))]
-    return [ObjectLeaf((*path, f"rank{rank}"), value) for rank, value in by_rank.items()]
+    first, *rest = values.values()
+    if not rest or len({repr(plain(value)) for value in values.values()}) == 1:
+        return [ObjectLeaf(path, first)]
+    return [ObjectLeaf((*path, f"rank{rank}"), value) for rank, value in values.items()]

@@ -9,7 +9,7 @@ from pathlib import Path as Folder
 
 import numpy as np
 
-from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.checkpoint import TIES, Checkpoint, Json, ParamGroup
 from reshard.containers.carried import Carried
 from reshard.errors import CorruptError, FormatError, ReplicaError
 from reshard.files import Files
@@ -20,8 +20,9 @@ from reshard.topology import Topology
 from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
 from .names import Spelling
 from .order import names_by_number
-from .roles import Group, Roles, StateEntry, sort_leaves
+from .roles import Group, Roles, StateEntry, is_option, sort_leaves
 from .state import STEP, Dialect, State
+from .ties import take_ties
 from .values import flattened, plain, scalar, tensor
 
 NAMING = "torch"
@@ -42,6 +43,11 @@ class Found:
     folders: tuple[str, str] = ("", "")  # of the model and of the optimizer
     problems: tuple[str, ...] = ()
     weights_only: bool = False
+    ties: bool = True  # whether equal bytes may show tied weights
+
+
+#: Pickles of a trainer's own classes. Source: transformers 5.24 trainer.py, _save.
+_OPAQUE = ("training_args.bin",)
 
 
 def build(found: Found) -> Checkpoint:
@@ -49,7 +55,8 @@ def build(found: Found) -> Checkpoint:
 
     Raises CorruptError or FormatError for what contradicts itself or cannot be told.
     """
-    roles = sort_leaves(found.leaves, lightning=found.kind == "lightning")
+    roles = sort_leaves(_with_options(found), lightning=found.kind == "lightning")
+    ties = take_ties(found.root, roles, sure_only=not found.ties)
     if found.weights_only:
         roles.state, roles.groups = [], []
     numbers, note = _numbers(found, roles)
@@ -64,6 +71,8 @@ def build(found: Found) -> Checkpoint:
     shown: dict[str, Json] = {}
     for extra in extras:
         shown |= flattened(extra.value, dotted(extra.path))
+    if ties:
+        shown[TIES] = dict(ties)
     native = _native(found, roles, extras)
     kind = native.dialect.kind
     return Checkpoint(
@@ -78,8 +87,21 @@ def build(found: Found) -> Checkpoint:
         iteration=_iteration(found, shown, steps),
         extras=shown,
         problems=(*found.problems, *([note] if note else [])),
+        optimizer_left=found.weights_only and bool(roles.containers),
         native=native,
+        opaque=tuple(n for n in _OPAQUE if (found.root / n).is_file() and n not in found.files),
     )
+
+
+def _with_options(found: Found) -> list[Leaf]:
+    """The leaves, with options of groups that are tensors (a learning rate may be one) read."""
+    with Files(found.root) as files:
+        return [
+            ObjectLeaf(leaf.path, _read(files, leaf))
+            if isinstance(leaf, TensorLeaf) and is_option(leaf)
+            else leaf
+            for leaf in found.leaves
+        ]
 
 
 def _native(found: Found, roles: Roles, extras: Sequence[ObjectLeaf]) -> State:
@@ -90,13 +112,14 @@ def _native(found: Found, roles: Roles, extras: Sequence[ObjectLeaf]) -> State:
         model=roles.model,
         optimizers=containers,
         flat=roles.flat,
+        numbered=any(isinstance(m, int) for g in roles.groups for m in g.members),
         attribute=roles.spelling.attribute,
         model_folder=found.folders[0],
         optimizer_folder=found.folders[1],
     )
     homes = tuple(containers.index(g.container) for g in roles.groups)
     options = tuple(g.options for g in roles.groups)
-    return State(dialect, options, homes, tuple(extras), roles.others, found.ranks)
+    return State(dialect, options, homes, tuple(extras), roles.others, found.ranks, found.format)
 
 
 def _is_torchtitan(found: Found, roles: Roles) -> bool:
@@ -144,24 +167,12 @@ def _given_names(roles: Roles) -> dict[int, str] | None:
 
 
 def _own_parameters(roles: Roles) -> list[tuple[str, tuple[int, ...]]]:
-    """The model's parameters that an optimizer may hold, in order: no buffers of numbers, and a
-    tensor under two names (a tied one) once."""
-    out: list[tuple[str, tuple[int, ...]]] = []
-    seen: set[tuple[str, int]] = set()
-    for name, leaf in roles.parameters.items():
-        if name in roles.others or not leaf.dtype.floating:
-            continue
-        pieces = leaf.pieces()
-        if pieces:
-            first = (
-                pieces[0].array.file,
-                pieces[0].array.offset + pieces[0].base * leaf.dtype.itemsize,
-            )
-            if first in seen:
-                continue
-            seen.add(first)
-        out.append((name, leaf.shape))
-    return out
+    """The model's parameters that an optimizer may hold, in order: no buffers of numbers."""
+    return [
+        (name, leaf.shape)
+        for name, leaf in roles.parameters.items()
+        if name not in roles.others and leaf.dtype.floating
+    ]
 
 
 def _name(parameter: str | int, spelling: Spelling, numbers: Mapping[int, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from reshard.errors import CorruptError, FormatError
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
 from .names import Spelling, spelling
-from .values import Path
+from .values import Path, renamed
 
 #: Names under which training scripts keep a model, the likeliest first.
 #: Source: fixtures in fixtures/dcp; PyTorch DCP tutorials; Composer's `state.model`.
@@ -67,11 +68,18 @@ def sort_leaves(leaves: Sequence[Leaf], *, lightning: bool = False) -> Roles:
     )
     rest: list[Leaf] = []
     options: dict[tuple[Path, str | int], dict[str, Carried]] = {}
+    parts: dict[Path, dict[Path, Carried]] = {}
     whole: list[tuple[Path, Carried]] = []
     for leaf in leaves:
         container = next((c for c in roles.containers if leaf.path[: len(c)] == c), None)
-        if container is None or not _take(leaf, container, roles, options, whole):
+        at = None if container is None else _option_of(leaf, container)
+        if at is not None and isinstance(leaf, ObjectLeaf):
+            parts.setdefault(leaf.path[:at], {})[leaf.path[at:]] = leaf.value
+        elif container is None or not _take(leaf, container, roles, options, whole):
             rest.append(leaf)
+    for path, held in parts.items():
+        container = next(c for c in roles.containers if path[: len(c)] == c)
+        _take(ObjectLeaf(path, nested(held)), container, roles, options, whole)
     for container, value in whole:
         roles.groups += _listed_groups(container, value)
     roles.groups += _groups(options)
@@ -94,6 +102,55 @@ def _groups_of(leaf: Leaf) -> Path | None:
         if part == _GROUPS or (isinstance(part, str) and part.startswith(f"{_GROUPS}.")):
             return leaf.path[:i]
     return None
+
+
+def is_option(leaf: TensorLeaf) -> bool:
+    """Whether a tensor is an option of a parameter group."""
+    return prod(leaf.shape) == 1 and _groups_of(leaf) is not None
+
+
+def _option_of(leaf: Leaf, container: Path) -> int | None:
+    """Where the path of the option ends that this is a part of, as torch descends into dicts.
+
+    None for what is none; a value that differs between ranks ends in the rank.
+    """
+    first = leaf.path[len(container)] if len(leaf.path) > len(container) else None
+    flat = isinstance(first, str) and first.startswith(f"{_GROUPS}.")
+    at = len(container) + (3 if first == _GROUPS else 1)
+    if not flat and first != _GROUPS:
+        return None
+    inside = leaf.path[at:]
+    return None if not inside or re.fullmatch(r"rank\d+", str(inside[-1])) else at
+
+
+def nested(parts: Mapping[Path, Carried]) -> Carried:
+    """The dict or list of which these are the leaves; numbers of a path count a list's items."""
+    values: dict[str, bytes] = {}
+    root: dict[str | int, object] = {}
+    for path, value in parts.items():
+        at = root
+        for part in path[:-1]:
+            inner = at.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise CorruptError(f"{dotted(path)}: a part of what is no dict")
+            at = inner
+        at[path[-1]] = _Leaf(renamed(value, len(values), values))
+    return Carried(_listed(root), values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    value: object
+
+
+def _listed(value: object) -> object:
+    """The tree with lists where all keys are the numbers of a list's items."""
+    if isinstance(value, _Leaf):
+        return value.value
+    assert isinstance(value, dict)
+    if all(type(k) is int for k in value) and sorted(value) == list(range(len(value))):
+        return [_listed(value[i]) for i in range(len(value))]
+    return {k: _listed(v) for k, v in value.items()}
 
 
 def _take(

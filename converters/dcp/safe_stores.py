@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path as Folder
 
 from reshard.box import Box
@@ -16,10 +17,11 @@ from reshard.errors import CorruptError
 from reshard.layout import Piece, StoredArray, place
 
 from .leaves import Leaf, TensorLeaf
+from .recognise import SHARD, shard_names
 
 _INFO = "DCP_SHARDING_INFO"
-#: Rank, and which of the model's files. Source: torch 2.13 distributed/checkpoint/_hf_utils.py.
-_SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
+#: What consolidation leaves. Source: torch 2.13 distributed/checkpoint/hf_storage.py.
+_INDEX, _SHARDED = "model.safetensors.index.json", "sharded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +34,13 @@ class Safe:
     problems: tuple[str, ...] = ()
 
 
-def shard_names(folder: Folder) -> list[str]:
-    """The files of HuggingFaceStorageWriter(save_distributed=True) in a folder."""
-    return sorted(p.name for p in folder.iterdir() if _SHARD.fullmatch(p.name))
-
-
 def open_shards(folder: Folder) -> Safe:
     """A folder of `shard-*` files, which have no metadata: shapes are what the shards make up.
 
     Raises CorruptError for a rank's file that is missing or of another save.
     """
     names = shard_names(folder)
-    found = [m for n in names if (m := _SHARD.fullmatch(n))]
+    found = [m for n in names if (m := re.fullmatch(SHARD, n))]
     totals = {m[3] for m in found}
     if len(totals) > 1:
         raise CorruptError(f"{folder}: files of saves in {sorted(totals)} parts lie together")
@@ -60,11 +57,39 @@ def open_shards(folder: Folder) -> Safe:
         shape = tuple(max(b.stop[i] for b, _ in held) for i in range(len(held[0][0].start)))
         leaves.append(_leaf((key,), shape, held))
     _check_vocabulary(folder, leaves)
+    if _check_index(folder, leaves):
+        return Safe(tuple(leaves), tuple(names), ranks)
     said = (
         f"{folder.name}: the files do not say how many ranks wrote them or how long tensors are; "
         f"{ranks} ranks are there, and a shard lost at the end would not show",
     )
     return Safe(tuple(leaves), tuple(names), ranks, said)
+
+
+def _check_index(folder: Folder, leaves: Sequence[Leaf]) -> bool:
+    """Whether an index says what there should be: beside the shards, or beside the folder
+    `sharded` that consolidation leaves.
+
+    Raises CorruptError if the shards hold other tensors than it names, or fewer bytes.
+    """
+    places = [folder / _INDEX] + ([folder.parent / _INDEX] if folder.name == _SHARDED else [])
+    path = next((p for p in places if p.is_file()), None)
+    if path is None:
+        return False
+    try:
+        index = json.loads(path.read_text())
+        size, listed = index["metadata"]["total_size"], set(index["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # some other tool's
+    held = {str(leaf.path[-1]): leaf for leaf in leaves if isinstance(leaf, TensorLeaf)}
+    missing = sorted(listed - held.keys())
+    found = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in held.values())
+    if missing or found < size:
+        lacks = f"{missing[0]} is missing" if missing else f"{found} of {size} bytes are there"
+        raise CorruptError(
+            f"{folder}: {lacks} by {path}: the last ranks' shards are lost. Copy them again."
+        )
+    return True
 
 
 def _pieces(folder: Folder, name: str) -> list[tuple[str, Box, StoredArray]]:

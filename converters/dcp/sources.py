@@ -4,67 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path as Folder
 
 from reshard.checkpoint import Checkpoint
-from reshard.containers import dcp, torchfile
+from reshard.containers import dcp, rank_names, torchfile
 from reshard.containers.carried import Carried, carry
-from reshard.errors import CorruptError, FormatError, ReshardError
+from reshard.errors import CorruptError, FormatError, ReshardError, UsageError
 from reshard.format import OpenOptions
 
 from .leaves import Leaf, ObjectLeaf
+from .listing import side_name
 from .read import Found, build
-from .safe_stores import open_shards, shard_names
+from .recognise import DCP, MODEL_FOLDER, OPTIMIZER_FOLDER, shard_names
+from .safe_stores import open_shards
 from .stores import Store, open_store
 from .values import Path
 
-NAME = "dcp"
-MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 META = "meta.pt"
-#: Small files that trainers keep beside their stores; read, shown and, where a target of the same
-#: kind is written, written again. Source: accelerate 1.15 checkpointing.py; transformers 5.24
-#: trainer.py; lightning 2.6 strategies/fsdp.py; fixtures.
-SIDE = re.compile(
-    r"scheduler(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|"
-    r"custom_checkpoint_\d+\.pkl|sampler(_\d+)?\.bin|scaler\.pt|meta\.pt|trainer_state\.json|"
-    r"dl_state_dict(_\d+)?\.bin|extra\.pt"
-)
+_RNG = r"(?:rng_state|random_states)_(?P<rank>\d+)\.(?:pth|pkl)"
 _OWNER = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-def recognise(folder: Folder) -> str | None:
-    """Why a folder is a DCP checkpoint and not Megatron's."""
-    if (folder / "metadata.json").is_file():
-        try:
-            said = json.loads((folder / "metadata.json").read_text())
-        except (OSError, ValueError):
-            said = None
-        if isinstance(said, dict) and "sharded_backend" in said:
-            return None
-    if (folder / dcp.METADATA).is_file():
-        return None if _is_megatron_fsdp(folder / dcp.METADATA) else "holds .metadata"
-    if folder.is_dir() and any(folder.glob("__*.distcp")):
-        return "holds .distcp files"  # an incomplete save, which opening refuses by name
-    for inner in (MODEL_FOLDER, OPTIMIZER_FOLDER):
-        if (folder / inner).is_dir() and any((folder / inner).glob("*.distcp")):
-            return f"holds {inner}"
-    if folder.is_dir() and (shards := shard_names(folder)):
-        return f"holds {shards[0]}"
-    return None
-
-
-def _is_megatron_fsdp(path: Folder) -> bool:
-    """Whether Megatron-FSDP wrote it: only its optimizer has param_to_group_meta.
-
-    Source: megatron/core/optimizer/distrib_optimizer.py sharded_param_state_fsdp_dtensor
-    @ core_v0.16.1.
-    """
-    return b"param_to_group_meta" in path.read_bytes()
 
 
 def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of a DCP checkpoint, and the small values in it."""
+    ties = may_tie(options.given.take("ties"))
     if not (folder / dcp.METADATA).exists() and (names := shard_names(folder)):
         return _open_shards(folder, names)
     if (folder / "common.pt").is_file() and options.given.format is None:
@@ -95,7 +59,7 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
     return build(
         Found(
             root=folder,
-            format=NAME,
+            format=DCP,
             version=said,
             kind=kind,
             leaves=(*leaves, *side),
@@ -103,8 +67,17 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
             ranks=_checked_ranks(folder, ranks, options),
             folders=folders,
             weights_only=options.weights_only,
+            ties=ties,
         )
     )
+
+
+def may_tie(asked: Mapping[str, str]) -> bool:
+    """Whether equal bytes may show tied weights: `--from dcp:ties=no` says that they do not."""
+    said = asked.get("ties", "yes")
+    if said not in ("yes", "no"):
+        raise UsageError(f"ties={said}: say yes or no")
+    return said == "yes"
 
 
 def _open_shards(folder: Folder, names: list[str]) -> Checkpoint:
@@ -113,7 +86,7 @@ def _open_shards(folder: Folder, names: list[str]) -> Checkpoint:
     return build(
         Found(
             root=folder,
-            format=NAME,
+            format=DCP,
             version=f"Hugging Face storage, {len(names)} shards",
             kind="plain",
             leaves=found.leaves,
@@ -137,14 +110,18 @@ def _checked_ranks(folder: Folder, owners: set[int], options: OpenOptions) -> in
         said *= n if name != "ep" else 1
     if found is not None and "dp" in degrees and said < found:
         raise FormatError(f"{folder}: --from says {said} ranks, but files of {found} are there")
-    return found if found is not None else said
+    if found is None or "dp" in degrees:  # the last ranks may have written nothing
+        return said
+    if said > found:
+        raise FormatError(f"{folder}: --from says {said} ranks, but files of {found} are there")
+    return found
 
 
 def _files(store: Store) -> list[str]:
     held = {c.place.file for e in store.metadata.tensors.values() for c in e.chunks}
     held |= {p.file for p in store.metadata.objects.values()}
     lead = f"{store.under}/" if store.under else ""
-    return [lead + name for name in sorted(held | {dcp.METADATA})]
+    return [lead + name for name in sorted(held | set(store.names))]
 
 
 def _owners(store: Store) -> set[int]:
@@ -156,7 +133,7 @@ def side_leaves(folder: Folder) -> tuple[list[Leaf], list[str]]:
     leaves: list[Leaf] = []
     names: list[str] = []
     for path in sorted(folder.iterdir()):
-        if not SIDE.fullmatch(path.name) or not path.is_file():
+        if not side_name(path.name) or not path.is_file():
             continue
         leaves += [ObjectLeaf(p, v, path.name) for p, v in _side_values(path)]
         names.append(path.name)
@@ -177,6 +154,7 @@ def _side_values(path: Folder) -> Iterable[tuple[Path, Carried]]:
             return [((path.name,), Carried(torchfile.load_pickle(path)))]
         except ReshardError as error:
             raise CorruptError(f"{path}: neither torch.save's nor a pickle: {error}") from None
+    rank_names.refuse_other(file, (_RNG,))
     return [((path.name,), carry(file, file.root))]
 
 

@@ -18,14 +18,16 @@ STEP = "step"
 class Dialect:
     """How a state dict is laid out: where the model and the optimizers are, how keys are joined.
 
-    `flat`: optimizer keys are `state.<name>.<slot>` in one component. `model_folder` and
-    `optimizer_folder` are DCP folders below the checkpoint's ("" for itself).
+    `flat`: optimizer keys are `state.<name>.<slot>` in one component. `numbered`: parameters go by
+    numbers there, as in torch.optim's own state dict. `model_folder` and `optimizer_folder` are
+    DCP folders below the checkpoint's ("" for itself).
     """
 
     kind: str = "plain"  # plain | torchtitan | accelerate | lightning | files
     model: Path = ("model",)
     optimizers: tuple[Path, ...] = (("optim",),)
     flat: bool = False
+    numbered: bool = False
     attribute: str = ""
     model_folder: str = ""
     optimizer_folder: str = ""
@@ -38,12 +40,15 @@ class Dialect:
         """Where a parameter lies."""
         return (*self.model, self.named(name))
 
-    def state(self, name: str, slot: str, optimizer: int = 0) -> Path:
-        """Where an entry of a parameter's optimizer state lies."""
+    def state(self, name: str, slot: str, optimizer: int = 0, number: int | None = None) -> Path:
+        """Where an entry of a parameter's optimizer state lies; its number, where it goes by one.
+
+        DCP spells numbers in dicts as text (torch 2.13 distributed/checkpoint/_traverse.py).
+        """
         container = self.optimizers[optimizer]
         if self.flat:
             return (*container, f"state.{self.named(name)}.{slot}")
-        return (*container, "state", self.named(name), slot)
+        return (*container, "state", self.named(name) if number is None else str(number), slot)
 
     def option(self, group: int | str, option: str, optimizer: int = 0) -> Path:
         """Where an option of a group lies: by its number, or by a member where keys are flat."""
@@ -58,7 +63,8 @@ class State:
     """What the writers of this converter use of a source of theirs.
 
     `options` and `homes` (which optimizer) go with Checkpoint.groups, in order. `others` are
-    tensors outside the model, at their own paths. `ranks` is how many wrote the checkpoint.
+    tensors outside the model, at their own paths. `ranks` is how many wrote the checkpoint,
+    `format` which of ours it is.
     """
 
     dialect: Dialect
@@ -67,3 +73,4 @@ class State:
     extras: tuple[ObjectLeaf, ...] = ()
     others: Mapping[str, Path] = field(default_factory=dict)
     ranks: int | None = None
+    format: str = ""

@@ -14,9 +14,10 @@ from reshard.containers.dcp import Chunk, Metadata, Place, TensorEntry
 from reshard.containers.torchfile import TorchFile
 from reshard.containers.zips import Window
 from reshard.errors import CorruptError, FormatError
-from reshard.layout import Piece, StoredArray, place
+from reshard.layout import Piece, StoredArray
 
-from .leaves import Leaf, ObjectLeaf, TensorLeaf
+from .leaves import Leaf, TensorLeaf
+from .pickles import by_rank
 from .safe_stores import is_safe, located
 from .values import Path
 
@@ -34,6 +35,7 @@ class Store:
     folder: Folder
     under: str
     metadata: Metadata
+    names: tuple[str, ...]  # of the metadata's files
     _found: dict[str, Sequence[Piece]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,9 +53,10 @@ class Store:
             (k, c, e.dtype) for k in keys for e in [self.metadata.tensors[k]] for c in e.chunks
         ]
         out: dict[str, list[Piece]] = {key: [] for key in keys}
-        for (key, chunk, _), array in zip(items, self._blobs.arrays(items), strict=True):
-            box = Box.at(chunk.offsets, chunk.sizes)
-            out[key].append(place(box, self._lifted(array)))
+        for (key, _, _), piece in zip(items, self._blobs.pieces(items), strict=True):
+            out[key].append(
+                replace(piece, array=self._lifted(piece.array)) if self.under else piece
+            )
         if keep:
             self._found.update(out)
         return dict(out)
@@ -70,6 +73,11 @@ class Store:
             array, file=f"{self.under}/{array.file}", holder=f"{self.under}/{array.file}"
         )
 
+    def first(self, key: str) -> tuple[str, int] | None:
+        """Where the first chunk of a tensor lies."""
+        found = next((c.place for c in self.metadata.tensors[key].chunks), None)
+        return None if found is None else (f"{self.under}/{found.file}", found.offset)
+
     def finder(self, key: str) -> Callable[[], Sequence[Piece]]:
         """What locates one tensor when asked."""
         return lambda: self.pieces(key)
@@ -81,34 +89,68 @@ def open_store(root: Folder, under: str) -> tuple[Store, list[Leaf]]:
     Raises CorruptError for a save that is incomplete or contradicts itself.
     """
     folder = root / under if under else root
-    metadata = dcp.read_metadata(folder)
+    parts = _parts(folder)
+    metadata = _joined(folder, list(parts.values()))
     for key, entry in metadata.tensors.items():
-        _check_cover(folder, key, entry)
-    store = Store(folder, under, metadata)
+        _check_cover(folder, key, entry, replicas=len(parts) > 1)
+    store = Store(folder, under, metadata, tuple(parts))
     paths = _paths(folder, metadata)
     if is_safe(folder, metadata):
         store.give(located(folder, metadata))
     single = [k for k, e in metadata.tensors.items() if prod(e.shape) == 1]
     store.locate(single, keep=True)
-    by_key: dict[str, Leaf] = {
-        key: TensorLeaf(paths[key], entry.shape, entry.dtype, store.finder(key))
+    by_key: dict[str, Sequence[Leaf]] = {
+        key: [TensorLeaf(paths[key], entry.shape, entry.dtype, store.finder(key), store.first(key))]
         for key, entry in metadata.tensors.items()
     }
-    for key, value in _objects(folder, metadata.objects.items()):
-        by_key[key] = ObjectLeaf(paths[key], value)
-    leaves = [by_key[key] for key in paths]
-    return store, leaves
+    values: dict[str, dict[int, Carried]] = {}
+    for rank, part in enumerate(parts.values()):
+        for key, value in _objects(folder, part.objects.items()):
+            values.setdefault(key, {})[rank] = value
+    by_key |= {key: by_rank(paths[key], held) for key, held in values.items()}
+    return store, [leaf for key in paths for leaf in by_key[key]]
 
 
-def _check_cover(folder: Folder, key: str, entry: TensorEntry) -> None:
+def _parts(folder: Folder) -> dict[str, Metadata]:
+    """The metadata files of a folder: one for all ranks, or each rank's own."""
+    alone = not (folder / dcp.METADATA).exists() and folder.is_dir()
+    names = (dcp.rank_metadata(folder) if alone else []) or [dcp.METADATA]
+    return {name: dcp.read_metadata(folder, name) for name in names}
+
+
+def _joined(folder: Folder, parts: Sequence[Metadata]) -> Metadata:
+    """One metadata for all ranks: what several hold whole, each of them has a copy of."""
+    if len(parts) == 1:
+        return parts[0]
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, Place] = {}
+    paths: dict[object, object] = {}
+    for part in parts:
+        for key, entry in part.tensors.items():
+            held = tensors.get(key, replace(entry, chunks=()))
+            if (held.shape, held.dtype) != (entry.shape, entry.dtype):
+                raise CorruptError(
+                    f"{folder}: {key} is {held.dtype.name} {list(held.shape)} for one rank and "
+                    f"{entry.dtype.name} {list(entry.shape)} for another: files of two saves"
+                )
+            tensors[key] = replace(held, chunks=(*held.chunks, *entry.chunks))
+        for key, spot in part.objects.items():
+            objects.setdefault(key, spot)
+        paths |= part.planner_data if isinstance(part.planner_data, dict) else {}
+    return Metadata(tensors, objects, paths or None, parts[0].version)
+
+
+def _check_cover(folder: Folder, key: str, entry: TensorEntry, *, replicas: bool) -> None:
     """Raises CorruptError naming the boxes of a tensor that two chunks hold.
 
-    torch never writes overlapping chunks (default_planner.py, _validate_global_plan); gaps are
-    `Layout.check`'s.
+    torch never writes overlapping chunks (default_planner.py, _validate_global_plan) but for the
+    `replicas` of ranks that save without collectives; gaps are `Layout.check`'s.
     """
     if len(entry.chunks) < 2:
         return
     held = [Box.at(c.offsets, c.sizes) for c in entry.chunks]
+    if replicas:
+        held = list(dict.fromkeys(held))
     gaps = uncovered(Box.whole(entry.shape), held)
     if sum(b.numel for b in (*held, *gaps)) == prod(entry.shape):
         return
@@ -116,7 +158,7 @@ def _check_cover(folder: Folder, key: str, entry: TensorEntry) -> None:
     for chunk in entry.chunks:
         box = Box.at(chunk.offsets, chunk.sizes)
         for other, holder in boxes:
-            if box & other is not None:
+            if box & other is not None and not (replicas and box == other):
                 raise CorruptError(
                     f"{folder}: {key}: chunk {box} in {chunk.place.file} overlaps chunk {other} in "
                     f"{holder.place.file}. The checkpoint contradicts itself; save it again."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -17,17 +18,17 @@ from reshard.containers.inert import TensorRef
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import FormatError
 from reshard.format import Declaration, Fate, WriteOptions
-from reshard.layout import Draft, Layout, Piece, place
+from reshard.layout import Draft, Layout, Piece, StoredArray, place
 from reshard.tensor import PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
 
 from .extras import Kept, keep_extras, schedule_of, side_drafts
-from .goal import Goal, goal, tensors, tied_copies
-from .groups import TargetGroup, as_json, target_groups
+from .goal import Goal, goal, other_names, tensors
+from .groups import TargetGroup, as_json, options_left, spread, target_groups
 from .leaves import dotted
 from .read import NAMING
-from .sources import NAME
-from .state import STEP, State
+from .recognise import DCP
+from .state import STEP, Dialect, State
 from .values import ALLOWED, Path, own_values, tensor
 
 
@@ -39,20 +40,31 @@ class Store:
     ranks: int
     tensors: dict[str, tuple[Path, LogicalTensor]] = field(default_factory=dict)
     values: dict[str, tuple[Path, Carried]] = field(default_factory=dict)
+    aliases: dict[str, tuple[Path, str]] = field(default_factory=dict)  # with the key of the tensor
 
     def add_tensor(self, path: Path, logical: LogicalTensor) -> None:
         """Take in a tensor to be filled."""
         self._free(path)
         self.tensors[dotted(path)] = (path, logical)
 
+    def add_alias(self, path: Path, of: Path) -> None:
+        """Take in another key of a tensor: its chunks lie in the same bytes."""
+        self._free(path)
+        self.aliases[dotted(path)] = (path, dotted(of))
+
     def add_value(self, path: Path, value: Carried) -> None:
         """Take in a value, or a small tensor with its bytes."""
         self._free(path)
         self.values[dotted(path)] = (path, value)
 
+    def add_option(self, path: Path, value: Carried) -> None:
+        """Take in an option of a group; of a dict, each leaf, as torch descends into it."""
+        for inside, leaf in spread(value.obj):
+            self.add_value((*path, *inside), Carried(leaf, value.values))
+
     def _free(self, path: Path) -> None:
         key = dotted(path)
-        if key in self.tensors or key in self.values:
+        if key in self.tensors or key in self.values or key in self.aliases:
             raise FormatError(f"two entries of the target would have the key {key}")
 
 
@@ -60,32 +72,31 @@ def declare_dcp(source: Checkpoint, target: Target, options: WriteOptions) -> De
     """Lay out a DCP checkpoint of the source."""
     aim = goal(source, target, options)
     logical, explained = tensors(source, aim, options)
-    copies, feeds = tied_copies(source, logical)
-    logical |= copies
+    aliases = other_names(source, options.like, logical)
     kept = keep_extras(source, aim)
     groups: list[TargetGroup] = []
     fates: list[Fate] = []
     if not aim.weights_only:
         groups, fates = target_groups(source, options.like, base_lrs(source))
-    stores = _stores(source, aim, logical, groups, kept)
+        kept.losses += options_left(source)
+    stores = _stores(source, aim, logical, groups, kept, aliases)
     drafts: list[Draft] = []
-    pieces: dict[TensorId, list[Piece]] = {}
+    held = _Held(aim)
     for store in stores:
-        drafts += _drafts(store, aim, pieces)
+        drafts += _drafts(store, aim, held)
     drafts += side_drafts(kept)
     step = source.iteration
     return Declaration(
-        format=NAME,
+        format=DCP,
         topology=aim.topology,
         folder=f"step-{step or 0}" if aim.dialect.kind == "torchtitan" else "",
-        layout=Layout(logical, pieces.__getitem__, NAMING),
+        layout=Layout(logical, held.pieces, NAMING),
         drafts=drafts,
         losses=tuple(kept.losses),
         notes=notes(aim, explained),
         fates=(*fates, *kept.fates, *step_fates(source, aim)),
         recipe=recipe(source, aim, groups),
         explained=explained,
-        feeds=feeds,
     )
 
 
@@ -114,6 +125,7 @@ def _stores(
     logical: Mapping[TensorId, LogicalTensor],
     groups: Sequence[TargetGroup],
     kept: Kept,
+    aliases: Mapping[str, str],
 ) -> list[Store]:
     """The folders of the target, each with its entries."""
     dialect = aim.dialect
@@ -123,21 +135,26 @@ def _stores(
         optimizer = Store(dialect.optimizer_folder, aim.ranks)
     native = source.native if isinstance(source.native, State) else State(dialect)
     homes = {name: min(g.home, len(dialect.optimizers) - 1) for g in groups for name in g.members}
+    numbers = _numbers(dialect, groups)
+
+    def state(name: str, slot: str) -> Path:
+        return dialect.state(name, slot, homes.get(name, 0), numbers.get(name))
+
     for tensor_, held in logical.items():
         name = tensor_.name
         if tensor_.slot != PARAM:
-            optimizer.add_tensor(dialect.state(name, tensor_.slot, homes.get(name, 0)), held)
+            optimizer.add_tensor(state(name, tensor_.slot), held)
         elif name in native.others:
             model.add_tensor(native.others[name], held)
         else:
             model.add_tensor(dialect.parameter(name), held)
+    for alias, name in aliases.items():
+        model.add_alias(dialect.parameter(alias), dialect.parameter(name))
     if not aim.weights_only:
         for name, step in steps_of(source, logical).items():
             raw = np.float32(step).tobytes()
-            optimizer.add_value(
-                dialect.state(name, STEP, homes.get(name, 0)), tensor(raw, (), FLOAT32)
-            )
-        _add_groups(optimizer, aim, groups)
+            optimizer.add_value(state(name, STEP), tensor(raw, (), FLOAT32))
+        _add_groups(optimizer, aim, groups, numbers)
     for path, value in kept.entries:
         inside = any(path[: len(c)] == c for c in dialect.optimizers)
         (optimizer if inside else model).add_value(path, value)
@@ -150,7 +167,24 @@ def steps_of(source: Checkpoint, logical: Mapping[TensorId, LogicalTensor]) -> d
     return {name: step for name, step in source.steps.items() if name in stateful or not stateful}
 
 
-def _add_groups(store: Store, aim: Goal, groups: Sequence[TargetGroup]) -> None:
+def _numbers(dialect: Dialect, groups: Sequence[TargetGroup]) -> dict[str, int]:
+    """The number of each parameter in its optimizer: group by group, as torch.optim counts.
+
+    Source: torch 2.13 optim/optimizer.py, state_dict. None, where parameters go by name.
+    """
+    out: dict[str, int] = {}
+    counts: dict[int, int] = {}
+    for group in groups if dialect.numbered else ():
+        home = min(group.home, len(dialect.optimizers) - 1)
+        for name in group.members:
+            out[name] = counts.get(home, 0)
+            counts[home] = out[name] + 1
+    return out
+
+
+def _add_groups(
+    store: Store, aim: Goal, groups: Sequence[TargetGroup], numbers: Mapping[str, int]
+) -> None:
     """Options by group number, or by member where keys are flat."""
     dialect = aim.dialect
     counts: dict[int, int] = {}
@@ -160,11 +194,11 @@ def _add_groups(store: Store, aim: Goal, groups: Sequence[TargetGroup]) -> None:
         if dialect.flat:
             for name in group.members:
                 for option, value in group.options.items():
-                    store.add_value(dialect.option(dialect.named(name), option, home), value)
+                    store.add_option(dialect.option(dialect.named(name), option, home), value)
             continue
         for option, value in group.options.items():
-            store.add_value(dialect.option(number, option, home), value)
-        members = [dialect.named(name) for name in group.members]
+            store.add_option(dialect.option(number, option, home), value)
+        members = [numbers.get(name, dialect.named(name)) for name in group.members]
         store.add_value(dialect.option(number, "params", home), Carried(members))
 
 
@@ -185,47 +219,83 @@ def boxes(shape: tuple[int, ...], dtype: DType, aim: Goal) -> list[Box]:
     if aim.chunk is not None:
         row = prod(shape[1:]) * dtype.itemsize
         rows = max(1, aim.chunk // row)
-    whole = Box.whole(shape)
+    rest = (0,) * (len(shape) - 1)
     return [
-        Box((a, *whole.start[1:]), (min(a + rows, shape[0]), *whole.stop[1:]))
-        for a in range(0, shape[0], rows)
+        Box.at((a, *rest), (min(rows, shape[0] - a), *shape[1:])) for a in range(0, shape[0], rows)
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    key: str
-    box: Box
-    logical: LogicalTensor
+def _cuts(logical: LogicalTensor, aim: Goal) -> list[tuple[int, Box]]:
+    """The chunks of a tensor, each with the rank whose file holds it, rank by rank."""
+    found = boxes(logical.shape, logical.dtype, aim)
+    return [(rank, box) for rank in range(aim.ranks) for box in found[rank :: aim.ranks]]
 
 
-def _drafts(store: Store, aim: Goal, pieces: dict[TensorId, list[Piece]]) -> list[Draft]:
+@dataclass
+class _Held:
+    """A target's tensors in its ranks' files: where each one's chunks begin.
+
+    Pieces are made when asked for, of the same cuts that the files were laid out by.
+    """
+
+    aim: Goal
+    keys: dict[TensorId, tuple[str, str, LogicalTensor]] = field(default_factory=dict)
+    begins: dict[TensorId, array[int]] = field(default_factory=dict)  # in the order of the boxes
+
+    def add(self, store: Store, key: str, logical: LogicalTensor) -> None:
+        """Take in a tensor of a store."""
+        self.keys[logical.id] = (store.folder, key, logical)
+        self.begins[logical.id] = array("q")
+
+    def pieces(self, tensor: TensorId) -> list[Piece]:
+        """The pieces of a tensor, rank by rank."""
+        folder, key, logical = self.keys[tensor]
+        out = []
+        for (rank, box), begin in zip(_cuts(logical, self.aim), self.begins[tensor], strict=True):
+            file = _below(folder, _file(rank))
+            out.append(place(box, StoredArray(file, begin, box.shape, logical.dtype, key, file)))
+        return out
+
+
+def _file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _below(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _drafts(store: Store, aim: Goal, held: _Held) -> list[Draft]:
     """The `.distcp` files and `.metadata` of a store; values lie in the first file, as torch has
     them before tensors."""
-    by_rank: dict[int, list[_Cut]] = {}
+    kinds = dcp.Kinds()
+    by_rank: dict[int, list[tuple[str, Box]]] = {}
     for key, (_, logical) in store.tensors.items():
-        for i, box in enumerate(boxes(logical.shape, logical.dtype, aim)):
-            by_rank.setdefault(i % aim.ranks, []).append(_Cut(key, box, logical))
-    chunks: dict[str, list[Chunk]] = {key: [] for key in store.tensors}
+        held.add(store, key, logical)
+        for rank, box in _cuts(logical, aim):
+            by_rank.setdefault(rank, []).append((key, box))
+    chunks = {
+        key: dcp.Chunks(len(logical.shape), kinds) for key, (_, logical) in store.tensors.items()
+    }
     spots: dict[str, Place] = {}
     drafts: list[Draft] = []
     for rank in sorted(by_rank.keys() | {0}):
-        cuts = by_rank.get(rank, [])
         values = list(store.values.items()) if rank == 0 else []
         items: list[TensorItem | ObjectItem] = [
             ObjectItem(key, value.obj, ALLOWED, own_values(value)) for key, (_, value) in values
         ]
-        items += [TensorItem(c.key, c.box.start, c.box.shape, c.logical.dtype) for c in cuts]
-        name = f"__{rank}_0.distcp"
-        made = dcp.distcp_file(f"{store.folder}/{name}" if store.folder else name, items)
+        mine = by_rank.pop(rank, [])
+        for key, box in mine:
+            items.append(TensorItem(key, box.start, box.shape, store.tensors[key][1].dtype))
+        made = dcp.distcp_file(_below(store.folder, _file(rank)), items)
         drafts.append(made.draft)
-        places = [Place(name, p.offset, p.length) for p in made.places]
+        places = [Place(_file(rank), p.offset, p.length) for p in made.places]
         spots |= {key: spot for (key, _), spot in zip(values, places, strict=False)}
         tail = len(values)
-        for cut, spot, array in zip(cuts, places[tail:], made.arrays[tail:], strict=True):
-            chunks[cut.key].append(Chunk(cut.box.start, cut.box.shape, spot))
-            assert array is not None
-            pieces.setdefault(cut.logical.id, []).append(place(cut.box, array))
+        for (key, box), spot, begin in zip(mine, places[tail:], made.begins[tail:], strict=True):
+            assert begin is not None
+            chunks[key].append(Chunk(box.start, box.shape, spot))
+            held.begins[store.tensors[key][1].id].append(begin)
     return [*drafts, _metadata(store, chunks, spots)]
 
 
@@ -236,6 +306,7 @@ def _metadata(
         key: TensorEntry(logical.shape, logical.dtype, chunks[key])
         for key, (_, logical) in store.tensors.items()
     }
+    entries |= {key: entries[of] for key, (_, of) in store.aliases.items()}
     objects: dict[str, Place] = {}
     for key, (_, value) in store.values.items():
         ref = value.obj
@@ -244,7 +315,8 @@ def _metadata(
             entries[key] = TensorEntry(ref.shape, ref.dtype, [whole])
         else:
             objects[key] = spots[key]
-    paths = {key: path for key, (path, _) in (*store.tensors.items(), *store.values.items())}
+    held = (*store.tensors.items(), *store.aliases.items(), *store.values.items())
+    paths = {key: path for key, (path, _) in held}
     raw = dcp.MetadataDraft(entries, objects, paths).pickled()
     name = f"{store.folder}/{dcp.METADATA}" if store.folder else dcp.METADATA
     return Draft(name, len(raw), [(0, raw)])

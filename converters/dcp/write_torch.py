@@ -20,11 +20,11 @@ from reshard.tensor import PARAM, LogicalTensor, TensorId
 from reshard.topology import Target, Topology
 
 from .extras import Kept, keep_extras
-from .files import NAME
-from .goal import Goal, tensors, tied_copies
-from .groups import TargetGroup, target_groups
+from .goal import Goal, other_names, tensors
+from .groups import TargetGroup, options_left, target_groups
 from .leaves import dotted
 from .read import NAMING
+from .recognise import TORCH
 from .state import STEP, Dialect, State
 from .values import ALLOWED, Path, renamed, tensor
 from .write import base_lrs, notes, recipe, step_fates, steps_of
@@ -38,7 +38,7 @@ class Root:
 
     root: dict[object, object] = field(default_factory=dict)
     values: dict[str, bytes] = field(default_factory=dict)
-    storages: dict[str, TensorId] = field(default_factory=dict)  # to be filled
+    keys: dict[TensorId, str] = field(default_factory=dict)  # of storages to be filled
 
     def put(self, path: Path, value: object) -> None:
         """Set a value. Raises FormatError if the place is taken."""
@@ -53,14 +53,15 @@ class Root:
         at[path[-1]] = value
 
     def put_tensor(self, path: Path, logical: LogicalTensor) -> None:
-        """Set a tensor that is filled later."""
-        key = str(len(self.values) + len(self.storages))
-        self.storages[key] = logical.id
+        """Set a tensor that is filled later; tied ones share a storage."""
+        key = self.keys.get(logical.id)
+        if key is None:
+            key = self.keys[logical.id] = str(len(self.values) + len(self.keys))
         self.put(path, new_tensor(logical.shape, logical.dtype, key))
 
     def put_value(self, path: Path, value: Carried) -> None:
         """Set a value with its bytes."""
-        first = len(self.values) + len(self.storages)
+        first = len(self.values) + len(self.keys)
         self.put(path, renamed(value, first, self.values))
 
 
@@ -68,24 +69,24 @@ def declare_torch(source: Checkpoint, target: Target, options: WriteOptions) -> 
     """Lay out a plain state dict of the source."""
     aim = _goal(source, target, options)
     logical, explained = tensors(source, aim, options)
-    copies, feeds = tied_copies(source, logical)
-    logical |= copies
+    aliases = other_names(source, options.like, logical)
     kept = keep_extras(source, aim)
     groups: list[TargetGroup] = []
     fates: list[Fate] = []
     if not aim.weights_only:
         groups, fates = target_groups(source, options.like, base_lrs(source))
-    root = _root(source, aim, logical, groups, kept)
+        kept.losses += options_left(source)
+    root = _root(source, aim, logical, groups, kept, aliases)
     for name in kept.files:
         kept.drop(name, "a plain state dict is one file")
     name = target.options.get("file", _FILE)
     draft, arrays = torchfile.draft(name, root.root, allow=ALLOWED, values=root.values)
     pieces: dict[TensorId, list[Piece]] = {
         tensor_: [place(Box.whole(logical[tensor_].shape), arrays[key])]
-        for key, tensor_ in root.storages.items()
+        for tensor_, key in root.keys.items()
     }
     return Declaration(
-        format=NAME,
+        format=TORCH,
         topology=Topology(),
         folder="",
         layout=Layout(logical, pieces.__getitem__, NAMING),
@@ -95,7 +96,6 @@ def declare_torch(source: Checkpoint, target: Target, options: WriteOptions) -> 
         fates=(*fates, *kept.fates, *step_fates(source, aim)),
         recipe={**recipe(source, aim, groups), "load": f"torch.load({name!r})"},
         explained=explained,
-        feeds=feeds,
     )
 
 
@@ -111,7 +111,9 @@ def _goal(source: Checkpoint, target: Target, options: WriteOptions) -> Goal:
     like = options.like.native if options.like else None
     dialect = Dialect(optimizers=(("optimizer",),))
     if isinstance(like, State):
-        dialect = replace(like.dialect, flat=False, model_folder="", optimizer_folder="")
+        dialect = replace(
+            like.dialect, flat=False, numbered=False, model_folder="", optimizer_folder=""
+        )
     if "model" in asked:
         dialect = replace(dialect, model=tuple(filter(None, asked["model"].split("/"))))
     if "optim" in asked:
@@ -132,6 +134,7 @@ def _root(
     logical: Mapping[TensorId, LogicalTensor],
     groups: Sequence[TargetGroup],
     kept: Kept,
+    aliases: Mapping[str, str],
 ) -> Root:
     """The nested dict: model, optimizer as torch.optim has it but keyed by name, extras."""
     root, dialect = Root(), aim.dialect
@@ -145,6 +148,8 @@ def _root(
             root.put_tensor(native.others[name], held)
         else:
             root.put_tensor(dialect.parameter(name), held)
+    for alias, name in aliases.items():
+        root.put_tensor(dialect.parameter(alias), logical[TensorId(name)])
     if not aim.weights_only:
         for name, step in steps_of(source, logical).items():
             value = tensor(np.float32(step).tobytes(), (), FLOAT32)
@@ -168,7 +173,7 @@ def _listed(group: TargetGroup, dialect: Dialect, root: Root) -> dict[str, objec
     """A group as torch.optim lists it."""
     out: dict[str, object] = {}
     for option, value in group.options.items():
-        first = len(root.values) + len(root.storages)
+        first = len(root.values) + len(root.keys)
         out[option] = renamed(value, first, root.values)
     out["params"] = [dialect.named(name) for name in group.members]
     return out

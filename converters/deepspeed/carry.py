@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from reshard.checkpoint import Checkpoint, Json, consumed_samples
+from reshard.checkpoint import TIES, Checkpoint, Json, consumed_samples
 from reshard.format import Fate, Loss
+from reshard.options import in_torch
+from reshard.scaler import loss_scale
 
 from .clients import client_for, is_random
 from .goal import Goal
 from .native import Native
-from .recut import affine_map, cut_axis
+from .recut import affine_map, whole_axis
 from .sheet import Sheet, dynamic_scaler, static_scaler
 from .values import plain, strange_names
 
@@ -98,6 +100,7 @@ _MEANT = {
     "last_epoch": "lr_scheduler.last_batch_iteration",
     "num_steps": "lr_scheduler.last_batch_iteration",
     "consumed_train_samples": "global_samples",
+    TIES: "shared_params",
     "global_samples": "global_samples",
 }
 _MEANT_IN = ("", "train_state", "lr_scheduler", "opt_param_scheduler", "args")
@@ -107,6 +110,13 @@ def _place_of(path: str) -> str | None:
     """Where a field of another framework's checkpoint goes."""
     lead, _, last = path.rpartition(".")
     return _MEANT.get(last) if lead in _MEANT_IN else None
+
+
+def _scaled(source: Checkpoint, aim: Goal) -> frozenset[str]:
+    """Fields of another framework's loss scale, where the target trains in fp16."""
+    fp16 = any(aim.kind(n) == "float16" for g in aim.groups for n in g.members)
+    scale = loss_scale(source.extras) if fp16 else None
+    return frozenset(scale.fields if scale is not None else ())
 
 
 def _samples(source: Checkpoint, aim: Goal) -> int:
@@ -126,7 +136,7 @@ def tp_info(aim: Goal) -> dict[str, object]:
     def pattern(name: str) -> str:
         return f"^{re.escape(name)}$"
 
-    axes = {n: cut_axis(n, c) for n, c in aim.affine.items()}
+    axes = {n: whole_axis(n, c) for n, c in aim.affine.items()}
     vocab = [n for n in axes if n in aim.vocabulary and axes[n] == 0]
     info: dict[str, object] = {
         "universal_checkpoint_version": 0.4,
@@ -150,8 +160,9 @@ def fates_of(source: Checkpoint, aim: Goal) -> tuple[Fate, ...]:
     own = source.native if isinstance(source.native, Native) else None
     out: list[Fate] = []
     if own is None:
+        scaled = _scaled(source, aim)
         for path in source.extras:
-            to = _place_of(path)
+            to = "loss_scaler" if path in scaled else _place_of(path)
             why = to or "another framework's field: DeepSpeed's files have no place"
             out.append(Fate(path, "drop" if to is None else "remap", why))
     else:
@@ -159,7 +170,6 @@ def fates_of(source: Checkpoint, aim: Goal) -> tuple[Fate, ...]:
     changed = {
         "dp_world_size": aim.dp, "mp_world_size": aim.mp, "param_shapes": "in the target's order",
         "group_paddings": "computed anew", "partition_count": aim.dp,
-        "ds_config.zero_optimization.stage": aim.stage,
     }  # fmt: skip
     out += [Fate(k, "derive", str(v)) for k, v in changed.items()]
     if aim.groups:
@@ -169,7 +179,7 @@ def fates_of(source: Checkpoint, aim: Goal) -> tuple[Fate, ...]:
 
 
 def _own_fates(own: Native, aim: Goal) -> list[Fate]:
-    out: list[Fate] = []
+    out = [Fate("ds_config", "remap", "with the target's stage"), Fate("ties", "keep")]
     top, client = own.top.obj, own.client.obj
     for key, value in top.items() if isinstance(top, dict) else ():
         if value is not None:
@@ -180,25 +190,41 @@ def _own_fates(own: Native, aim: Goal) -> list[Fate]:
             kind, detail = "derive", "kept for ranks that the source has, made for the others"
         out.append(Fate(f"client.{key}", kind, detail))
     out += [Fate(f"client.{key}", "drop", "names code that is not written") for key in own.refused]
+    out += [Fate(f"optimizer.{key}", "drop", "not DeepSpeed's own") for key in own.unread]
     settings = own.settings.obj
     for key in settings if isinstance(settings, dict) else ():
         out.append(Fate(f"optimizer.{key}", "keep"))
     return out
 
 
+def lost_entries(own: Native) -> list[Loss]:
+    """What of the source's files is not carried, into whatever target."""
+    return [
+        *(
+            Loss("extra-dropped", f"client.{key}", "names types that are not written again")
+            for key in own.refused
+        ),
+        *(Loss("extra-dropped", f"optimizer.{k}", "not DeepSpeed's own") for k in own.unread),
+    ]
+
+
 def losses_of(source: Checkpoint, aim: Goal) -> tuple[Loss, ...]:
     """What the target will not have, beside tensors."""
     own = source.native if isinstance(source.native, Native) else None
     if own is None:
-        return tuple(
-            Loss("extra-dropped", path, "another framework's field")
-            for path in source.extras
-            if _place_of(path) is None
+        names = dict.fromkeys(n for g in source.groups or () for n in in_torch(g.options, "")[1])
+        return (
+            *(
+                Loss("extra-dropped", path, "another framework's field")
+                for path in source.extras
+                if _place_of(path) is None and path not in _scaled(source, aim)
+            ),
+            *(
+                Loss("option-dropped", f"param_groups.{name}", f"of {source.format} alone")
+                for name in (names if aim.groups else ())
+            ),
         )
-    out = [
-        Loss("extra-dropped", f"client.{key}", "names types that are not written again")
-        for key in own.refused
-    ]
+    out = lost_entries(own)
     client = own.client.obj
     random = [str(k) for k in client if is_random(str(k))] if isinstance(client, dict) else []
     if own.stage == 3 and own.dp > (aim.dp if aim.stage == 3 else 1):
@@ -240,6 +266,13 @@ def recipe_of(source: Checkpoint, aim: Goal) -> dict[str, Json]:
         out["micro_batch_times_accumulation"] = batch // aim.dp
     if not aim.groups:
         out["verdict"] = "weights only"
+    narrow = any(aim.kind(n) == "float16" for g in aim.groups for n in g.members)
+    if own is not None and own.form in ("fused", "unfused") and narrow:
+        out["verdict"] = "changes trajectory"
+        out["note"] = (
+            "DeepSpeed 0.19.8 without ZeRO divides fp16 gradients by a loss scale that it did not "
+            "multiply the loss with: its moments are of smaller gradients than those under ZeRO"
+        )
     if aim.elastic:
         out["verdict"] = "changes trajectory"
         out["note"] = (

@@ -29,15 +29,10 @@ def client_for(source: Checkpoint, aim: Goal, mp: int, dp: int) -> Carried:
     own = source.native if isinstance(source.native, Native) else None
     if own is None or (mp, dp) == (0, 0) or not isinstance(aim.client.obj, dict):
         return aim.client
-    found = _own_file(source, own, aim, mp, dp)
+    same = (source.topology.tp, source.topology.pp) == (aim.topology.tp, aim.topology.pp)
+    found = recorded(source, own, mp, dp) if same or mp == 0 else None
     if found is not None:
-        file = read_model(source.path, found)
-        kept = {
-            k: v
-            for k, v in file.top.items()
-            if k not in OWN and str(k) not in own.refused and not strange_names(v)
-        }
-        return carry(file.file, kept, "client/")
+        return found
     made: dict[object, object] = {}
     values = dict(aim.client.values)
     for key, value in aim.client.obj.items():
@@ -52,11 +47,10 @@ def client_for(source: Checkpoint, aim: Goal, mp: int, dp: int) -> Carried:
     return Carried(made, values)
 
 
-def _own_file(source: Checkpoint, own: Native, aim: Goal, mp: int, dp: int) -> str | None:
-    """The source's file of the rank, if it has the same model-parallel ranks."""
-    same = (source.topology.tp, source.topology.pp) == (aim.topology.tp, aim.topology.pp)
-    if mp and not same:
-        return None
+def recorded(source: Checkpoint, own: Native, mp: int, dp: int) -> Carried | None:
+    """The client's entries of one of the source's model files; None if it has no such file."""
+    if (mp, dp) in own.clients:
+        return own.clients[mp, dp]
     if own.stage == 3:
         name = f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt"
     elif dp == 0:
@@ -65,4 +59,12 @@ def _own_file(source: Checkpoint, own: Native, aim: Goal, mp: int, dp: int) -> s
         return None
     if own.wrapper is not None:
         name = f"{own.wrapper.tag}/{name}"
-    return name if (source.path / name).is_file() else None
+    if source.format != "deepspeed" or not (source.path / name).is_file():
+        return None
+    file = read_model(source.path, name)
+    kept = {
+        k: v
+        for k, v in file.top.items()
+        if k not in OWN and str(k) not in own.refused and not strange_names(v)
+    }
+    return carry(file.file, kept, "client/")

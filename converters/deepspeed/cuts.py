@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from reshard.box import Box, flat_boxes, row_major
-from reshard.errors import CorruptError, FormatError, LayoutError
+from reshard.errors import CorruptError, FormatError
 from reshard.layout import Piece, place_flat
 
 from .flat import Run
@@ -66,6 +66,34 @@ def sliced(shape: Sequence[int], axis: int, start: int, stop: int) -> Shard:
     low[axis], high[axis] = start, stop
     box = Box(tuple(low), tuple(high))
     return Shard(box.shape, (Part(box, (0,) * len(shape)),))
+
+
+def joined(local: Sequence[tuple[int, ...]], axis: int) -> Affine:
+    """The cut of a tensor into shards of these shapes, one after the other along an axis."""
+    ends = [0]
+    for shape in local:
+        ends.append(ends[-1] + shape[axis])
+    whole = (*local[0][:axis], ends[-1], *local[0][axis + 1 :])
+    shards = {r: sliced(whole, axis, ends[r], ends[r + 1]) for r in range(len(local))}
+    return Affine(whole, shards)
+
+
+def paired(local: Sequence[tuple[int, ...]]) -> Affine:
+    """The cut of two tensors that stand one above the other, each shard holding a part of both.
+
+    Megatron's gate and up: [gate of rank 0; up of rank 0], and whole [gate; up].
+    """
+    rows, rest = [shape[0] // 2 for shape in local], local[0][1:]
+    half, whole = sum(rows), (2 * sum(rows), *rest)
+    shards, start = {}, 0
+    for rank, n in enumerate(rows):
+        parts = tuple(
+            Part(Box.at((base + start, *(0 for _ in rest)), (n, *rest)), (at, *(0 for _ in rest)))
+            for base, at in ((0, 0), (half, n))
+        )
+        shards[rank] = Shard((2 * n, *rest), parts)
+        start += n
+    return Affine(whole, shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +161,3 @@ def _start(
     if offset or any(a + n > m for a, n, m in zip(at, size, shape, strict=True)):
         raise CorruptError(f"{name}: its affine map leaves the shape {list(shape)}")
     return tuple(at)
-
-
-def shard_sizes(n: int, degree: int) -> list[int]:
-    """How AutoTP cuts an axis: the first n % degree ranks get one more.
-
-    Source: module_inject/tp_shard.py get_shard_size_list @ 0.19.8.
-    """
-    return [n // degree + (1 if rank < n % degree else 0) for rank in range(degree)]
-
-
-def check_axis(name: str, axis: int, shape: Sequence[int]) -> int:
-    """The axis, if the tensor has it. Raises LayoutError."""
-    if axis >= len(shape):
-        raise LayoutError(f"{name}: has no axis {axis} to cut, its shape is {list(shape)}")
-    return axis

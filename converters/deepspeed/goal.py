@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from reshard.checkpoint import Checkpoint, ParamGroup
+from reshard.checkpoint import Checkpoint, ParamGroup, ties
 from reshard.containers.carried import Carried
 from reshard.dtypes import named
 from reshard.errors import FormatError, LayoutError, LossError, UsageError
 from reshard.format import WriteOptions
+from reshard.options import in_torch
+from reshard.scaler import loss_scale
 from reshard.tensor import EXP_AVG, MASTER, PARAM, STEP, TensorId
 from reshard.topology import Target, Topology, topology
 
-from . import recut
+from . import autotp, recut
 from .cuts import Affine
 from .native import Experts, Group, Model, Native, Pipeline
 from .values import plain
@@ -46,6 +48,7 @@ class Goal:
     sub_group_size: int = SUB_GROUP_SIZE
     cuts: Mapping[str, int | None] = field(default_factory=dict)  # axis of tensor-parallel cuts
     vocabulary: frozenset[str] = frozenset()
+    pairs: frozenset[str] = frozenset()  # gate above up: each rank has a part of both
     notes: tuple[str, ...] = ()
 
     @property
@@ -79,24 +82,31 @@ def goal(source: Checkpoint, target: Target, options: WriteOptions, stage: int |
     place = replace(place, zero=wanted)
     shape = like or own
     groups = _groups(source, own, like)
+    if options.like is not None and own is not None and own.elastic:
+        notes.append(
+            "options (rate, betas, decay) are those of --like at its step "
+            f"{options.like.iteration}: the elastic source recorded none"
+        )
     experts = _experts(shape, place)
+    shapes = _shapes(source)
     if shape is not None and shape.experts is not None:
         assert experts is not None
+        if experts.ep != shape.experts.ep:
+            recut.check_expert_groups(groups, shapes.__getitem__, experts)
         groups = tuple(recut.expert_group(g, shape.experts, experts) for g in groups)
-    affine = recut.affine(shape.affine if shape else {}, place.tp, place.tp == _tp(shape))
-    if place.tp > 1 and not affine:
-        raise LayoutError(
-            f"tp={place.tp}: the source does not say how its tensors are cut over tensor-parallel "
-            "ranks. Give --like DIR, a checkpoint of the job that will resume (step 0 will do)."
-        )
+    if wanted == 3 and like is None and any(map(recut.is_muon, groups)):
+        _check_muon(own)
+    groups = tuple(recut.muon_group(g, wanted, shapes.__getitem__) for g in groups)
+    affine, axes = _cuts(source, shape, shapes, options, place.tp)
     pipeline = shape.pipeline if shape else None
+    model = _model(source, shape, options, groups)
     return Goal(
         topology=place,
         stage=wanted,
         groups=groups,
-        model=_model(source, shape, options, groups),
+        model=model,
         stages=recut.stages(pipeline, place.pp, asked.get("split")),
-        settings=own.settings if own else Carried({}),
+        settings=own.settings if own else Carried(_scaling(source, model, groups)),
         top=own.top if own else Carried({}),
         client=own.client if own else Carried({}),
         config=shape.config if shape else {},
@@ -109,10 +119,72 @@ def goal(source: Checkpoint, target: Target, options: WriteOptions, stage: int |
         aligned=shape.aligned if shape and wanted in (1, 2) else False,
         elastic=any(g.options is None for g in groups),
         sub_group_size=_sub_group_size(asked.get("sub_group_size"), shape),
-        cuts={n: recut.cut_axis(n, c) for n, c in (shape.affine if shape else {}).items()},
-        vocabulary=shape.vocabulary if shape else frozenset(),
+        cuts=axes,
+        vocabulary=_vocabulary(shape, axes),
+        pairs=frozenset(n for n, c in (shape.affine if shape else {}).items() if recut.is_pair(c)),
         notes=tuple(notes),
     )
+
+
+def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The logical shape of every tensor of the module and the optimizer."""
+    tensors = source.layout.tensors
+    return {t.name: v.shape for t, v in tensors.items() if t.slot in (PARAM, MASTER)}
+
+
+def _check_muon(own: Native | None) -> None:
+    """Raises FormatError for Muon's groups of another stage under ZeRO 3."""
+    if own is None or own.stage != 3:
+        raise FormatError(
+            "Muon lists its matrices by shape, unless the job makes its model under zero.Init: the "
+            "source does not say which, and ZeRO 3's partitions follow it. Give --like DIR, a "
+            "ZeRO-3 checkpoint of the job that will resume (step 0 will do), or write zero1 or "
+            "zero2."
+        )
+
+
+def _cuts(
+    source: Checkpoint,
+    shape: Native | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    options: WriteOptions,
+    tp: int,
+) -> tuple[dict[str, Affine], dict[str, int | None]]:
+    """Tensor-parallel shards, and the axis that each tensor is cut on.
+
+    As the source or `--like` has them; else, for a model that is known, as AutoTP cuts it.
+    """
+    if shape is not None and shape.affine:
+        if shape.pipeline is not None and tp not in (1, _tp(shape)):
+            raise LayoutError(
+                f"tp={tp}: where a pipeline's tensors may be cut is not told beyond tp={_tp(shape)}"
+                " and tp=1. Give --like DIR, a checkpoint of the job that will resume."
+            )
+        axes = {n: recut.whole_axis(n, c) for n, c in shape.affine.items()}
+        heads = autotp.kv_heads(autotp.model_config(source, options))
+        return recut.affine(shape.affine, tp, tp == _tp(shape), heads), axes
+    if tp == 1:
+        return {}, {}
+    shapes = {
+        t.name: v.shape for t, v in source.layout.tensors.items() if t.slot in (PARAM, MASTER)
+    }
+    affine = autotp.cuts(shapes.items(), autotp.model_config(source, options), tp)
+    return affine, {n: autotp.rule_axis(n) for n in affine}
+
+
+def _vocabulary(shape: Native | None, names: Iterable[str]) -> frozenset[str]:
+    """The tensors that are cut along the vocabulary."""
+    if shape is not None and shape.affine:
+        return shape.vocabulary
+    return frozenset(n for n in names if autotp.is_vocabulary(n))
+
+
+def _scaling(source: Checkpoint, model: Model, groups: Sequence[Group]) -> dict[object, object]:
+    """The counters of another framework's dynamic loss scale, for weights of fp16."""
+    fp16 = any(model.kinds.get(n) == "float16" for g in groups for n in g.members)
+    scale = loss_scale(source.extras) if fp16 else None
+    counters = scale.for_deepspeed(source.iteration or 0) if scale is not None else {}
+    return dict[object, object](counters.items())
 
 
 def _tp(shape: Native | None) -> int:
@@ -166,9 +238,8 @@ def _tag(source: Checkpoint, own: Native | None, asked: str | None) -> str:
         return asked
     if own is not None and own.wrapper is not None:
         return own.wrapper.tag
-    name = source.path.name.removesuffix("_universal")
-    if own is not None and own.named:
-        return name
+    if own is not None and own.tag:
+        return own.tag.removesuffix("_universal")
     return f"global_step{source.iteration or 0}"
 
 
@@ -244,7 +315,8 @@ def _neutral(source: Checkpoint, group: ParamGroup) -> Group:
             "one counter"
         )
     numbers = {STEP: steps.pop()} if steps else {}
-    options = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in group.options.items()}
+    kept, _ = in_torch(group.options, f"the param group of {group.members[:1]}")
+    options = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in kept.items()}
     return Group(options, group.members, ordered, frozenset(), numbers, True)
 
 
@@ -298,7 +370,15 @@ def _model(
         kinds[name] = kind
     order = [n for n in (base.order if base else ()) if n in kinds or n in base.aliases]  # type: ignore[union-attr]  # no base, no order
     order += [n for n in names if n not in set(order)]
-    aliases = {a: o for a, o in (base.aliases if base else {}).items() if o in kinds}
+    tied = base.aliases if base else ties(source)
+    aliases = {a: o for a, o in tied.items() if o in kinds}
+    parted = next((a for a in aliases if a in kinds), None)
+    if parted is not None:
+        raise LayoutError(
+            f"--like ties {parted} to {aliases[parted]}, and {source.path} holds both: one of the "
+            "two would be lost. Give --like of a run that does not tie them."
+        )
+    order += [a for a in aliases if a not in set(order)]
     frozen = tuple(n for n in names if n not in trained and n not in buffers)
     return Model(
         tuple(order), tuple(n for n in order if n in buffers), frozen, aliases, kinds,

@@ -14,6 +14,7 @@ from reshard.layout import StoredArray
 from .folder import TagFiles
 from .model_read import ModelFile, read_model
 from .optim_read import RankState, check_alike, read_rank
+from .slices import with_shapes
 from .values import whole
 
 
@@ -65,6 +66,9 @@ def read_grid(files: TagFiles, options: OpenOptions) -> Grid:
     fragments, replicas = replicas_of(files, models) if zero3 else ((), ())
     ranks = () if options.weights_only and not zero3 else _ranks(files, first)
     tp, pp = degrees_of(files, first)
+    if ranks and ranks[0][0].stage is None and first.shapes is None:
+        models = with_shapes(files, models, ranks)
+        first = models[0]
     config_stage = first.zero_config.get("stage", 0)
     stage = ranks[0][0].stage if ranks else None
     form = "zero"
@@ -207,7 +211,7 @@ def _ranks(files: TagFiles, first: ModelFile) -> tuple[tuple[RankState, ...], ..
         _check_ranks(files, found, first.dp, pattern, "dp_world_size", first.name)
         row: list[RankState] = []
         for dp in range(first.dp):
-            rank = read_rank(files.folder, files.optim[mp, dp])
+            rank = read_rank(files.folder, files.optim[mp, dp], slices=first.shapes is None)
             if row:
                 check_alike(row[0], rank)
             row.append(rank)
@@ -246,6 +250,7 @@ def degrees_of(files: TagFiles, first: ModelFile) -> tuple[int, int]:
 
 
 def check_given(options: OpenOptions, found: Mapping[str, int]) -> None:
+    options.given.take()
     for degree, n in options.given.degrees.items():
         if found.get(degree, n) != n:
             raise FormatError(f"--from says {degree}={n}, the files say {degree}={found[degree]}")

@@ -24,7 +24,7 @@ def set_stages(grid: Grid, names: Names, per_mp: Sequence[Sequence[Group]]) -> N
 def merged(per_mp: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
     """The groups of every model-parallel rank put together: members in order, each once."""
     out: list[Group] = []
-    for i, first in enumerate(per_mp[0]):
+    for i, first in enumerate(per_mp[0] if per_mp else ()):  # none: weights only
         members = dict.fromkeys(n for row in per_mp for n in row[i].members)
         states = dict.fromkeys(s for row in per_mp for s in row[i].states)
         numbers = next((row[i].numbers for row in per_mp if row[i].numbers), {})

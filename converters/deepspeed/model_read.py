@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from reshard.containers import torchfile
 from reshard.containers.inert import TensorRef
 from reshard.containers.torchfile import TorchFile
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, FormatError
+from reshard.errors import CorruptError
 from reshard.layout import StoredArray
 
+from .rank_file import load
 from .values import mapping, sequence, shape_of, texts, whole
 
 #: Entries that DeepSpeed writes itself; everything else at the top level is the client's.
@@ -48,7 +48,7 @@ class ModelFile:
     `placeholders` are the parameters that ZeRO 3 leaves empty here, with their dtype.
     """
 
-    file: torchfile.TorchFile
+    file: TorchFile
     module: Mapping[str, Held] | None
     placeholders: Mapping[str, DType]
     order: tuple[str, ...]
@@ -85,19 +85,24 @@ def read_model(folder: Path, name: str) -> ModelFile:
 
     Raises CorruptError for a file that is not one.
     """
-    file = torchfile.load(folder / name, name)
+    file = load(folder, name)
     where = str(folder / name)
     top = mapping(file.root, where)
+    zero3 = name.rpartition("/")[2].startswith("zero_pp_rank_")
     if "dp_world_size" not in top and "module" not in top:
         raise CorruptError(f"{where}: holds no 'module'; it is no model-states file of DeepSpeed")
-    module, placeholders, order = _module(file, top.get("module"), where)
+    shapes = _shapes(top.get("param_shapes"), where)
+    elsewhere = {n for row in shapes or () for n in row}  # a universal folder's too
+    module, placeholders, order = _module(
+        file, top.get("module"), where, None if zero3 else elsewhere
+    )
     return ModelFile(
         file=file,
         module=module,
         placeholders=placeholders,
         order=order,
         buffers=tuple(texts(top.get("buffer_names"))),
-        shapes=_shapes(top.get("param_shapes"), where),
+        shapes=shapes,
         frozen=_frozen_shapes(top.get("frozen_param_shapes"), where),
         fragments=_fragments(file, top.get("frozen_param_fragments"), where),
         shared=_shared(top.get("shared_params")),
@@ -109,8 +114,12 @@ def read_model(folder: Path, name: str) -> ModelFile:
 
 
 def _module(
-    file: TorchFile, found: object, where: str
+    file: TorchFile, found: object, where: str, elsewhere: Container[str] | None
 ) -> tuple[Mapping[str, Held] | None, Mapping[str, DType], tuple[str, ...]]:
+    """Tensors, placeholders, and names in order.
+
+    A tensor without elements is a placeholder if it is one of `elsewhere` (None: in any case).
+    """
     if found is None:
         return None, {}, ()
     held: dict[str, Held] = {}
@@ -121,7 +130,7 @@ def _module(
         if not isinstance(ref, TensorRef):
             continue  # a module's _extra_state
         order.append(name)
-        if prod(ref.shape) == 0 and len(ref.shape) == 1:
+        if ref.shape == (0,) and (elsewhere is None or name in elsewhere):
             empty[name] = ref.dtype
         else:
             held[name] = _held(file, ref, f"{where}: {name}")
@@ -136,10 +145,8 @@ def _held(file: TorchFile, ref: TensorRef, key: str) -> Held:
 
 def layer_tensors(folder: Path, name: str) -> tuple[TorchFile, dict[str, Held]]:
     """The tensors of a layer's or an expert's file."""
-    file = torchfile.load(folder / name, name)
-    held, empty, _ = _module(file, file.root, str(folder / name))
-    if empty:
-        raise FormatError(f"{folder / name}: holds empty parameters {sorted(empty)[:3]}")
+    file = load(folder, name)
+    held, _, _ = _module(file, file.root, str(folder / name), ())
     return file, dict(held or {})
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, FormatError
 
-from .cuts import Affine, Shard, affine, same, sliced
+from .cuts import Affine, Shard, affine, joined, paired, same
 from .grid import Grid
 from .model_read import Held, ModelFile, layer_tensors
 from .native import Experts, Pipeline
@@ -95,10 +95,12 @@ def names_of(grid: Grid) -> Names:
     names.prefix = _prefix(grid)
     names.affine = _affine_maps(grid)
     names.aliases = _aliases(grid, names.prefix)
-    if grid.files.layers_tp:
+    if grid.files.layers_tp and grid.tp > 1 and not grid.ranks:
         raise FormatError(
-            f"{grid.files.folder}: layer_*-model_* files: a pipeline with a tensor axis "
-            "(Megatron-DeepSpeed 3D), which is not read yet"
+            f"{grid.files.folder}: a pipeline with a tensor axis and no optimizer files: which "
+            "parameters its optimizer holds is not told. Convert with --weights-only."
+            if not grid.weights_only
+            else f"{grid.files.folder}: layer files of a tensor axis without param_shapes"
         )
     _experts(grid, names)
     for model in grid.models:
@@ -182,29 +184,29 @@ def _by_patterns(grid: Grid, info: Mapping[object, object]) -> dict[str, Affine]
 
     Source: checkpoint/ds_to_universal.py merge_tp_slices @ 0.19.8.
     """
-    for key in ("parameter_with_sub_params", "parameter_with_2_sub_params_cat_dim_0",
-                "parameter_to_average_patterns", "expert_parameter_patterns"):  # fmt: skip
+    for key in ("parameter_with_sub_params", "parameter_to_average_patterns",
+                "expert_parameter_patterns"):  # fmt: skip
         if info.get(key):
             raise FormatError(f"{grid.first.name}: {key} cuts tensors in a way that is not read")
     rows = list(texts(info.get("parameter_with_row_parallelism_patterns")))
     same_ = list(texts(info.get("tp_replicated_parameter_patterns")))
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    for model in grid.models[: grid.tp]:
+    halves = list(texts(info.get("parameter_with_2_sub_params_cat_dim_0")))
+    shapes: dict[str, dict[int, tuple[int, ...]]] = {}
+    for mp, model in enumerate(grid.models):
         for row in model.shapes or ():
             for name, shape in row.items():
-                shapes.setdefault(name, []).append(shape)
+                shapes.setdefault(name, {})[mp % grid.tp] = shape
     out: dict[str, Affine] = {}
-    for name, local in shapes.items():
+    for name, by_rank in shapes.items():
+        local = [by_rank[r] for r in sorted(by_rank)]
+        if len(local) != grid.tp:
+            raise CorruptError(f"{name}: is on {len(local)} of {grid.tp} tensor-parallel ranks")
         if any(re.match(p, name) for p in same_):
-            continue
-        axis = 1 if any(re.match(p, name) for p in rows) else 0
-        ends = [0]
-        for shape in local:
-            ends.append(ends[-1] + shape[axis])
-        total = (*local[0][:axis], ends[-1], *local[0][axis + 1 :])
-        out[name] = Affine(
-            total, {r: sliced(total, axis, ends[r], ends[r + 1]) for r in range(len(local))}
-        )
+            out[name] = Affine(local[0], {r: same(local[0]) for r in range(grid.tp)})
+        elif any(re.match(p, name) for p in halves):
+            out[name] = paired(local)
+        else:
+            out[name] = joined(local, 1 if any(re.match(p, name) for p in rows) else 0)
     return out
 
 
@@ -273,6 +275,8 @@ def _expert_ranks(grid: Grid, counts: Mapping[str, int], local: Mapping[str, set
     degrees = {counts[p] // len(ids) for p, ids in local.items() if p in counts}
     if not degrees and grid.files.expert_optim:
         degrees = {max(e for _, e in grid.files.expert_optim) + 1}
+    elif not degrees and not grid.ranks:
+        return 1  # weights alone, which are the same at any degree
     if len(degrees) != 1:
         raise FormatError(
             f"{grid.files.folder}: MoE layers with different expert-parallel degrees "

@@ -67,7 +67,8 @@ class Wrapper:
     """What a trainer keeps beside a tag folder. Names are relative to its folder.
 
     `kind` is "trainer" (transformers) or "accelerate". `copies` are small text files, `weights`
-    the safetensors files, `opaque` pickles of the trainer's own classes, which are left behind.
+    what the safetensors files hold (name, shape, dtype), `opaque` pickles of the trainer's own
+    classes, which are left behind.
     """
 
     kind: str
@@ -75,7 +76,9 @@ class Wrapper:
     scheduler: tuple[str, Carried] | None = None
     rng: Mapping[int, Carried] = field(default_factory=dict)
     copies: Mapping[str, bytes] = field(default_factory=dict)
-    weights: tuple[str, ...] = ()
+    weights: Mapping[str, tuple[tuple[str, tuple[int, ...], str], ...]] = field(
+        default_factory=dict
+    )
     opaque: tuple[str, ...] = ()
 
 
@@ -101,6 +104,9 @@ class Native:
     affine: Mapping[str, Affine] = field(default_factory=dict)
     vocabulary: frozenset[str] = frozenset()  # cut along the vocabulary by AutoTP
     sub_group_size: int | None = None
-    named: bool = True  # its folder is a tag's
+    tag: str = ""  # its folder's name
+    #: The client's entries of other model files, by (mp, dp), where the files themselves are away.
+    clients: Mapping[tuple[int, int], Carried] = field(default_factory=dict)
     refused: tuple[str, ...] = ()  # client entries that may not be written again
+    unread: tuple[str, ...] = ()  # entries of optimizer files that DeepSpeed does not write
     wrapper: Wrapper | None = None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from reshard.containers import torchfile
 from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import Record, TensorRef
 from reshard.containers.torchfile import TorchFile
@@ -15,6 +14,7 @@ from reshard.errors import CorruptError, FormatError
 from reshard.layout import StoredArray
 from reshard.tensor import MASTER, STEP
 
+from .rank_file import load
 from .values import mapping, number, plain, sequence, whole
 
 #: Entries of optimizer_state_dict that hold neither tensors nor their order.
@@ -87,7 +87,7 @@ def read_rank(folder: Path, name: str, *, slices: bool = False) -> RankState:
     `slices` keeps the table of parameter fragments. Raises FormatError for forms that are refused
     by name, CorruptError for a file that contradicts itself.
     """
-    file = torchfile.load(folder / name, name)
+    file = load(folder, name)
     where = str(folder / name)
     top = mapping(file.root, where)
     found = top.get("optimizer_state_dict")
@@ -120,9 +120,20 @@ def read_rank(folder: Path, name: str, *, slices: bool = False) -> RankState:
         settings=carry(file, {k: state[k] for k in SETTINGS if k in state}, "settings/"),
         version=str(top.get("ds_version") or state.get("ds_version") or ""),
         elastic=elastic,
-        unread=tuple(str(k) for k in state if k not in _KNOWN),
+        unread=_unread(top, state),
         partition_groups=plain(state.get("ds_zero_partition_groups")),
     )
+
+
+def _unread(top: Mapping[object, object], state: Mapping[object, object]) -> tuple[str, ...]:
+    """The entries that no DeepSpeed writes: those of a client's own optimizer or engine."""
+    out = [str(k) for k in top if k not in ("optimizer_state_dict", "ds_config", "ds_version")]
+    out += [str(k) for k in state if k not in _KNOWN]
+    for name in ("base_optimizer_state", "optimizer_state_dict"):
+        inner = state.get(name)
+        if isinstance(inner, Mapping):
+            out += [f"{name}.{k}" for k in inner if k not in ("state", "param_groups")]
+    return tuple(dict.fromkeys(out))
 
 
 Options = tuple[Mapping[str, object], ...]

@@ -6,10 +6,9 @@ import re
 
 from reshard.errors import CorruptError, FormatError
 
-from .cuts import same
 from .grid import Grid
 from .model_read import Held, layer_tensors
-from .names import Names, Spot
+from .names import Names
 from .native import Pipeline
 
 #: A tied layer's parameter in the optimizer. Source: runtime/pipe/module.py @ 0.19.8.
@@ -25,18 +24,20 @@ def read_layers(grid: Grid, names: Names) -> None:
     known = _optimizer_shapes(grid)
     layers: dict[int, dict[str, str]] = {}
     taken: dict[str, int] = {}
-    for layer, file in sorted(grid.files.layers.items()):
-        _, tensors = layer_tensors(grid.files.folder, file)
-        table = {key: f"{layer}.{key}" for key in tensors}
-        if known is not None and not all(table[k] in known for k in tensors):
-            tie = _tie(tensors, known, taken, layer, file)
-            if tie is not None:
-                table = {key: f"{TIED}{tie}.{key}" for key in tensors}
-        layers[layer] = table
-        for key, held in tensors.items():
-            spot = Spot(table[key], held.array.shape, same(held.array.shape))
-            names.files.append((spot, held, file))
-            names.kinds.setdefault(table[key], held.array.dtype)
+    for layer, row in files_of(grid).items():
+        for tp, file in enumerate(row):
+            _, tensors = layer_tensors(grid.files.folder, file)
+            if tp == 0:
+                layers[layer] = _named(tensors, known, taken, layer, file)
+            table = layers[layer]
+            if tensors.keys() != table.keys():
+                raise CorruptError(
+                    f"{file}: holds other tensors than {row[0]}: the files are of different saves"
+                )
+            for key, held in tensors.items():
+                spot = names.place(table[key], held.array.shape, tp, None)
+                names.files.append((spot, held, file))
+                names.kinds.setdefault(table[key], held.array.dtype)
     _no_gaps(grid, known, layers)
     named = [n for table in layers.values() for n in table.values()]
     tied = [n for n in named if n.startswith(TIED)]
@@ -44,11 +45,49 @@ def read_layers(grid: Grid, names: Names) -> None:
     names.pipeline = Pipeline(layers, ())
 
 
+def files_of(grid: Grid) -> dict[int, list[str]]:
+    """Each layer's files by tensor-parallel rank. Raises CorruptError for one that is missing.
+
+    Those of a pipeline with a tensor axis name the rank. Source: runtime/pipe/module.py
+    ckpt_layer_path, topology.py get_rank_repr @ 0.19.8.
+    """
+    out = {layer: [file] for layer, file in sorted(grid.files.layers.items())}
+    if out and grid.files.layers_tp:
+        a, b = out[min(out)][0], next(iter(grid.files.layers_tp.values()))
+        raise CorruptError(f"{grid.files.folder}: {a} and {b}: two saves in one folder")
+    for layer in sorted({n for n, _ in grid.files.layers_tp}):
+        found = sorted(t for n, t in grid.files.layers_tp if n == layer)
+        if found != list(range(grid.tp)):
+            raise CorruptError(
+                f"{grid.files.folder}: files of layer {layer} are of tensor-parallel ranks "
+                f"{found[:8]}, and there are {grid.tp}: one is missing or left over"
+            )
+        out[layer] = [grid.files.layers_tp[layer, t] for t in found]
+    return out
+
+
+def _named(
+    tensors: dict[str, Held],
+    known: dict[str, tuple[int, ...]] | None,
+    taken: dict[str, int],
+    layer: int,
+    file: str,
+) -> dict[str, str]:
+    """The optimizer's names of a layer file's tensors."""
+    table = {key: f"{layer}.{key}" for key in tensors}
+    if known is not None and not all(table[k] in known for k in tensors):
+        tie = _tie(tensors, known, taken, layer, file)
+        if tie is not None:
+            table = {key: f"{TIED}{tie}.{key}" for key in tensors}
+    return table
+
+
 def _optimizer_shapes(grid: Grid) -> dict[str, tuple[int, ...]] | None:
-    """What the stages' param_shapes name; None without ZeRO."""
+    """What the stages' param_shapes name on tensor-parallel rank 0; None without ZeRO."""
     if any(m.shapes is None for m in grid.models):
         return None
-    return {n: s for m in grid.models for row in m.shapes or () for n, s in row.items()}
+    firsts = grid.models[:: grid.tp]
+    return {n: s for m in firsts for row in m.shapes or () for n, s in row.items()}
 
 
 def _tie(

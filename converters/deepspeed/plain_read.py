@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.box import Box
-from reshard.containers import torchfile
 from reshard.containers.carried import carry
 from reshard.containers.torchfile import TorchFile
 from reshard.errors import CorruptError, FormatError
@@ -23,6 +22,7 @@ from .model_read import Held
 from .names import Names, Spot, expert_parts
 from .native import Group
 from .optim_read import GroupState, group_state, param_groups
+from .rank_file import load
 from .solve import Entry, Weight, solve, solve_flat
 from .table import FlatHolder, Table, WholeHolder, add_state
 from .values import mapping, sequence
@@ -71,7 +71,8 @@ def plain_groups(table: Table, grid: Grid, names: Names) -> tuple[tuple[Group, .
             if names.pipeline is not None:
                 start += sum(map(len, found))
         per_mp.append(list(merged(rows)) if rows else [])
-    _all_named(grid, names, start)
+    if any(per_mp):  # else weights alone were saved
+        _all_named(grid, names, start)
     set_stages(grid, names, per_mp)
     return (merged(per_mp) if per_mp[0] else ()), form
 
@@ -169,7 +170,7 @@ def _states(grid: Grid, mp: int) -> list[PlainState]:
                 f"{grid.files.folder / f'expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt'}: is "
                 "missing"
             )
-        file = torchfile.load(grid.files.folder / name, name)
+        file = load(grid.files.folder, name)
         held = mapping(file.root, name).get("optimizer")
         if held is not None and not grid.weights_only:
             out.append(_parse(file, held))
@@ -252,7 +253,7 @@ def _solve(
     with Files(grid.files.folder) as files:
 
         def alike(weight: Weight, entry: StoredArray | None, base: int) -> bool:
-            return entry is None or _rounds(files, weight.array, entry, base)
+            return entry is None or rounds(files, weight.array, entry, base)
 
         if state.form == "fused":
             flats = [s.tensors[MASTER] for s in state.states]
@@ -282,8 +283,8 @@ def _entry(state: GroupState, where: str) -> Entry:
     return Entry(shapes.pop(), master)
 
 
-def _rounds(files: Files, weight: StoredArray, master: StoredArray, base: int) -> bool:
-    """Whether the first elements of a master, rounded, are those of a weight, bit for bit."""
+def rounds(files: Files, weight: StoredArray, master: StoredArray, base: int) -> bool:
+    """Whether a master's elements from `base` on, rounded, are a weight's first, bit for bit."""
     n = min(SAMPLE, weight.numel)
     if base + n > master.numel:
         return False

@@ -49,7 +49,7 @@ def read_native(folder: Path, options: OpenOptions, under: str = "") -> tuple[Ch
     files = tag_files(folder, under)
     grid = read_grid(files, options)
     names = names_of(grid)
-    if files.layers:
+    if files.layers or files.layers_tp:
         read_layers(grid, names)
     table = Table()
     if grid.stage == 0 and not grid.ranks:
@@ -77,9 +77,17 @@ def read_native(folder: Path, options: OpenOptions, under: str = "") -> tuple[Ch
         iteration=grid.first.steps,
         extras=extras_of(grid, native),
         problems=tuple(names.problems),
+        optimizer_left=options.weights_only and _has_optimizer(grid),
+        kinds={n: k for n, k in names.kinds.items() if TensorId(n) not in table.tensors},
         native=native,
     )
     return checkpoint, table
+
+
+def _has_optimizer(grid: Grid) -> bool:
+    files = grid.files
+    within = any(model.top.get("optimizer") is not None for model in grid.models)
+    return bool(files.optim or files.expert_optim) or within
 
 
 def form_text(native: Native) -> str:
@@ -105,7 +113,12 @@ def topology_of(grid: Grid, names: Names) -> Topology:
 
 
 def zero_groups(table: Table, grid: Grid, names: Names) -> tuple[Group, ...]:
-    """Masters, moments and other states of ZeRO 1, 2, 3 and BF16_Optimizer."""
+    """Masters, moments and other states of ZeRO 1, 2, 3 and BF16_Optimizer.
+
+    None where weights alone are asked for, which the module's files have.
+    """
+    if not grid.ranks:
+        return ()
     per_mp: list[list[Group]] = []
     for mp, ranks in enumerate(grid.ranks):
         model = grid.models[mp]
@@ -397,7 +410,9 @@ def native_run(
         affine=names.affine,
         vocabulary=vocabulary_of(grid),
         sub_group_size=_limit(first.zero_config.get("sub_group_size")),
+        tag=grid.files.place.name,
         refused=refused,
+        unread=rank.unread if rank else (),
     )
 
 
@@ -416,6 +431,8 @@ def extras_of(grid: Grid, native: Native) -> dict[str, Json]:
                 out[f"{part}{key}"] = _brief(plain(value))
     for key in native.refused:
         out[f"client.{key}"] = f"names {', '.join(strange_names(grid.first.top[key]))}; not carried"
+    for key in native.unread:
+        out[f"optimizer.{key}"] = "not DeepSpeed's own; not carried"
     settings = native.settings.obj
     for key, value in settings.items() if isinstance(settings, Mapping) else ():
         out[f"optimizer.{key}"] = plain(value)

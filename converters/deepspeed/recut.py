@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from reshard.box import row_major
 from reshard.errors import LayoutError, UsageError
 
-from .cuts import Affine, Shard, same, sliced
+from . import autotp
+from .cuts import Affine, Shard, paired, same
 from .names import expert_parts
 from .native import Experts, Group, Pipeline
+from .values import plain
+
+Shapes = Callable[[str], tuple[int, ...]]  # the logical shape of a tensor by its name
 
 
-def affine(cuts: Mapping[str, Affine], tp: int, unchanged: bool) -> dict[str, Affine]:
-    """Every parameter's cut over `tp` ranks. Raises LayoutError for one that does not divide."""
-    if unchanged or not cuts:
-        return dict(cuts) if tp > 1 else {}
-    if tp == 1:
+def affine(
+    cuts: Mapping[str, Affine], tp: int, unchanged: bool, heads: int | None
+) -> dict[str, Affine]:
+    """Every parameter's cut over `tp` ranks. Raises LayoutError for one that cannot be cut so.
+
+    `heads` are the model's key-value heads, where they are known.
+    """
+    if tp == 1 or not cuts:
         return {}
-    return {name: _recut(name, cut, tp) for name, cut in cuts.items()}
+    if unchanged:
+        return dict(cuts)
+    return {
+        n: autotp.cut(n, c.shape, cut_axis(n, c), tp, heads, len(c.shards)) for n, c in cuts.items()
+    }
 
 
-def _recut(name: str, cut: Affine, tp: int) -> Affine:
-    axis = cut_axis(name, cut)
-    if axis is None:
-        return Affine(cut.shape, {r: same(cut.shape) for r in range(tp)})
-    n = cut.shape[axis]
-    if n % tp:
-        fits = [d for d in range(1, min(n, 64) + 1) if n % d == 0]
-        raise LayoutError(
-            f"{name}: axis {axis} has {n} elements, not divisible by tp={tp}. Use tp in "
-            f"{{{', '.join(map(str, fits[:12]))}}}, or give --like DIR."
-        )
-    each = n // tp
-    return Affine(
-        cut.shape, {r: sliced(cut.shape, axis, r * each, (r + 1) * each) for r in range(tp)}
-    )
+def whole_axis(name: str, cut: Affine) -> int | None:
+    """The axis a parameter is cut on, also where each shard holds parts of two tensors."""
+    return 0 if is_pair(cut) else cut_axis(name, cut)
+
+
+def is_pair(cut: Affine) -> bool:
+    """Whether a parameter is two tensors, one above the other, and each shard a part of both."""
+    shards = [cut.shards[r] for r in sorted(cut.shards)]
+    two = len(shards) > 1 and all(len(s.parts) == 2 for s in shards)
+    return two and cut == paired([s.shape for s in shards])
 
 
 def cut_axis(name: str, cut: Affine) -> int | None:
@@ -174,5 +181,55 @@ def expert_group(group: Group, before: Experts, after: Experts) -> Group:
     return replace(group, members=members, options=options, expert=after.ep)
 
 
+def check_expert_groups(groups: Sequence[Group], shapes: Shapes, after: Experts) -> None:
+    """Raises LayoutError where ranks of another degree would part experts into other groups.
+
+    Source: deepspeed/moe/utils.py split_params_into_different_moe_groups_for_optimizer @ 0.19.8,
+    which starts a new group at max_group_size elements of one rank.
+    """
+    seen: list[object] = []
+    for group in groups:
+        if not _is_expert(group):
+            continue
+        options = plain(group.options)
+        local = sum(prod(shapes(n)) for n in group.members) // after.ep
+        if options in seen or local > GROUP_SIZE:
+            raise LayoutError(
+                f"ep={after.ep}: the experts' param group is parted by size (max_group_size), and "
+                "where ranks of another expert-parallel degree part it is not known. Keep ep, or "
+                "give --like DIR."
+            )
+        seen.append(options)
+
+
 def _is_expert(group: Group) -> bool:
     return bool((group.options or {}).get("moe"))
+
+
+#: max_group_size of a job that does not say. Source: deepspeed/moe/utils.py @ 0.19.8.
+GROUP_SIZE = 178_956_971
+
+
+# --- Muon ----------------------------------------------------------------------------------------
+
+MOMENTUM = "momentum_buffer"
+
+
+def is_muon(group: Group) -> bool:
+    """Whether Muon's own rule moves a group's members; others of its groups are Adam's."""
+    return bool((group.options or {}).get("use_muon")) and MOMENTUM in group.states
+
+
+def muon_group(group: Group, stage: int, shapes: Shapes) -> Group:
+    """A Muon group as a ZeRO stage keeps it.
+
+    Below ZeRO 3 the optimizer lists its matrices by falling shape, and keeps their momentum whole.
+    Source: runtime/zero/muon/original_muon.py MuonWithAuxAdam, stage_1_and_2.py
+    _muon_momentum_buffer, stage3.py _create_momentum_buffer @ 0.19.8.
+    """
+    if not is_muon(group):
+        return group
+    if stage == 3:
+        return replace(group, whole=frozenset())
+    members = tuple(sorted(group.members, key=shapes, reverse=True))
+    return replace(group, members=members, whole=frozenset({MOMENTUM}))

@@ -14,18 +14,20 @@ from reshard.containers.carried import carry
 from reshard.containers.inert import TensorRef
 from reshard.dtypes import named
 from reshard.errors import CorruptError, FormatError
+from reshard.files import Files
 from reshard.format import OpenOptions
 from reshard.layout import Layout, Piece, StoredArray, place_flat
-from reshard.tensor import MASTER, STEP
+from reshard.tensor import MASTER, PARAM, STEP, TensorId
 from reshard.topology import Topology
 
 from .flat import declared
 from .folder import tag_files
 from .grid import Grid, check_given, degrees_of, model_files, replicas_of
 from .model_read import ModelFile
-from .names import Names, names_of
-from .native import Group
+from .names import Names, expert_parts, names_of
+from .native import Experts, Group
 from .optim_read import SETTINGS, param_groups
+from .plain_read import rounds
 from .read import NAMING, extras_of, module_tensors, native_run
 from .table import Table, add_state
 from .values import mapping, number, plain, sequence, whole
@@ -81,7 +83,10 @@ def open_universal(folder: Path, options: OpenOptions) -> Checkpoint:
             f"{folder / 'zero' / lost[0]}: is missing ({len(lost)} of {len(shapes)} parameters are)"
         )
     groups = _groups(grid, names, top, optimizer, found, str(state_file))
+    names.experts = _experts(groups)
     model = module_tensors(table, grid, names, groups)
+    if grid.round_robin and not options.weights_only:
+        _check_order(folder, table, groups)
     settings = carry(optimizer, {k: top[k] for k in SETTINGS if k in top}, "settings/")
     stage = whole(grid.first.zero_config.get("stage", 1), f"{grid.first.name}: zero stage")
     native = replace(native_run(grid, names, groups, model, settings), stage=stage)
@@ -189,6 +194,11 @@ def _parameter(
         slot = state.removesuffix(".pt")
         relative = f"zero/{stored}/{state}"
         file = torchfile.load(folder / relative, relative)
+        if file.saved_as != slot and f"{file.saved_as}.pt" in states:
+            raise CorruptError(
+                f"{folder / relative}: was saved as {file.saved_as}.pt: files have been swapped or "
+                "renamed. Give it its name back, or copy the checkpoint again."
+            )
         found.files.append(relative)
         if slot == STEP:
             value = number(file, file.root)
@@ -261,6 +271,39 @@ def _groups(
         given = options[i] if options is not None and options[i] else None
         out.append(Group(given, tuple(members), tuple(slots), frozenset(), numbers, tensor))
     return tuple(out)
+
+
+def _check_order(folder: Path, table: Table, groups: Sequence[Group]) -> None:
+    """Raises CorruptError if masters are not those of the weights beside them.
+
+    ds_to_universal takes the flat weights of a run with round_robin_gradients for those of another
+    order, and says nothing. Source: DeepSpeed 0.19.8 on fixture z2_dp2_bf16_roundrobin.
+    """
+    seen = wrong = 0
+    with Files(folder) as files:
+        for name in (n for g in groups for n in g.members):
+            held = [table.holders.get(TensorId(name, s), [None])[0] for s in (PARAM, MASTER)]
+            weight, master = (getattr(h, "array", None) for h in held)
+            if weight is not None and master is not None and weight.numel == master.numel > 8:
+                seen += 1
+                wrong += not rounds(files, weight, master, 0)
+    if wrong * 2 > seen:
+        raise CorruptError(
+            f"{folder}: {wrong} of {seen} masters are not those of the weights beside them. The "
+            "run had round_robin_gradients, whose order ds_to_universal mistakes: masters and "
+            "moments are wrong. Convert the run's own checkpoint, or --weights-only."
+        )
+
+
+def _experts(groups: Sequence[Group]) -> Experts | None:
+    """The experts of DeepSpeed-MoE, which have their global numbers here: those of one rank."""
+    counts: dict[str, int] = {}
+    for group in groups:
+        for name in group.members if (group.options or {}).get("moe") else ():
+            parts = expert_parts(name)
+            if parts is not None:
+                counts[parts[0]] = max(counts.get(parts[0], 0), parts[2] + 1)
+    return Experts(counts, 1) if counts else None
 
 
 def _members(

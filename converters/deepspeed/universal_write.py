@@ -17,11 +17,13 @@ from .carry import carried_entries, fates_of, losses_of, recipe_of, settings_ent
 from .cuts import same
 from .goal import Goal, goal
 from .native import Group, Native
+from .optim_write import version_of
+from .plans import Plans, laid_out
 from .read import NAMING
+from .recut import is_muon
 from .sheet import Sheet, size, stage_enum
 from .table import Table
 from .universal_read import FP32, NAME
-from .write import Plans, laid_out, version_of
 
 
 def declare_universal(source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
@@ -81,15 +83,11 @@ def _dp(source: Checkpoint, target: Target) -> int:
 def _check(aim: Goal, source: Checkpoint) -> None:
     if not aim.groups:
         raise FormatError("a universal checkpoint is made of optimizer states, and there are none")
-    if aim.experts is not None:
-        raise FormatError(
-            "DeepSpeed does not load a universal checkpoint of DeepSpeed-MoE (experts of all ranks "
-            "share their names); write deepspeed:zero1 or zero2 for the ranks that are wanted"
-        )
-    if any(g.whole for g in aim.groups):
+    if any(map(is_muon, aim.groups)):
         raise FormatError(
             "Muon keeps whole matrices, and DeepSpeed's loader of universal checkpoints takes "
-            "every state for a flat partition; write deepspeed:zero1 or zero2"
+            "every state for a flat partition, or under ZeRO 3 loads Adam's moments alone; write "
+            "deepspeed:zero1, zero2 or zero3"
         )
     if aim.stage not in (1, 2, 3):
         raise UsageError(f"zero{aim.stage}: a universal checkpoint is of stage 1, 2 or 3")
@@ -189,8 +187,12 @@ def _parameter_files(plans: Plans, group: Group, name: str) -> None:
 
 def _cut(aim: Goal, name: str) -> dict[str, object]:
     """How a tensor-parallel job is to cut a parameter: its axis, and whether it is vocabulary."""
-    axis = aim.cuts.get(name, 0)
-    return {"cat_dim": axis or 0, **({"vocab_tensor": True} if name in aim.vocabulary else {})}
+    out: dict[str, object] = {"cat_dim": aim.cuts.get(name, 0) or 0}
+    if name in aim.vocabulary:
+        out["vocab_tensor"] = True
+    if name in aim.pairs:
+        out["param_n_sub_params"] = 2
+    return out
 
 
 def _notes(source: Checkpoint, aim: Goal) -> list[str]:
@@ -206,6 +208,12 @@ def _notes(source: Checkpoint, aim: Goal) -> list[str]:
         notes.append(
             "under ZeRO 3, DeepSpeed 0.19.8 gives every group the options of the first and counts "
             "a step once a sub-group; write deepspeed:zero3dpN for such a job"
+        )
+    if aim.experts is not None:
+        notes.append(
+            "in a job of ep_size above 1, ranks call different experts by one name: DeepSpeed "
+            "0.19.8 loads this universal checkpoint rightly in a job of ep_size 1 alone; for "
+            "others write deepspeed:zero1 or zero2 with epN"
         )
     if aim.model.frozen or aim.model.buffers:
         notes.append(

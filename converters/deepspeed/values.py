@@ -38,6 +38,13 @@ ALLOWED = frozenset(
 _TORCH = ("torch.", "collections.OrderedDict", "_codecs.encode", "builtins.", "__builtin__.")
 
 
+class Writable:
+    """The globals that may be written again."""
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and (path in ALLOWED or path.startswith(_TORCH))
+
+
 def renamed(carried: Carried, prefix: str) -> Carried:
     """The same with other storage keys, so that several can lie in one file."""
     keys = {k: f"{prefix}{i}" for i, k in enumerate(carried.values)}
@@ -47,9 +54,7 @@ def renamed(carried: Carried, prefix: str) -> Carried:
 
 def strange_names(obj: object) -> list[str]:
     """The globals in a tree that may not be written again, sorted."""
-    return sorted(
-        g.path for g in globals_in(obj) if g.path not in ALLOWED and not g.path.startswith(_TORCH)
-    )
+    return sorted(g.path for g in globals_in(obj) if g.path not in Writable())
 
 
 def plain(value: object) -> Json:

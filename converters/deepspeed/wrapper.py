@@ -9,40 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, Json
-from reshard.containers import safetensors, torchfile
+from reshard.containers import rank_names, safetensors
 from reshard.containers.carried import Carried, carry
 from reshard.errors import CorruptError
 from reshard.format import OpenOptions
 from reshard.tensor import MASTER, PARAM, TensorId
 
 from .cuts import same
-from .folder import LATEST, recognise_native, tagged_folder
 from .native import Native, Wrapper
 from .read import read_native
+from .recognise import ACCELERATE, LATEST, SCHEDULERS, TRAINER, tagged_folder
 from .table import Table, WholeHolder
 from .values import plain, strange_names
 
-#: Files beside the tag folder. Source: transformers 5.24 trainer.py, accelerate 1.15
-#: checkpointing.py; fixtures/wrappers.
-_TRAINER = re.compile(r"rng_state(?:_(\d+))?\.pth")
-_ACCELERATE = re.compile(r"random_states_(\d+)\.pkl")
-_SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _COPIED = re.compile(r".*\.(json|txt|model|jinja)")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_OURS = re.compile(r"reshard(-.*)?\.(json|jsonl|xxh128|sha256)")  # the manifest and what it lists
 _LIMIT = 64 << 20  # bytes of a small file
-
-
-def recognise_wrapper(folder: Path) -> str | None:
-    """Why a folder is a trainer's around a DeepSpeed tag folder, or None."""
-    if not folder.is_dir() or recognise_native(folder) or not (folder / LATEST).is_file():
-        return None
-    names = {p.name for p in folder.iterdir() if p.is_file()}
-    if not names & {"trainer_state.json", *_SCHEDULERS} and not any(
-        _TRAINER.fullmatch(n) or _ACCELERATE.fullmatch(n) for n in names
-    ):
-        return None
-    tag = tagged_folder(folder, None, LATEST)
-    return None if tag is None or not recognise_native(tag) else f"holds {tag.name} of DeepSpeed"
 
 
 def open_wrapped(folder: Path, options: OpenOptions) -> Checkpoint:
@@ -65,6 +48,7 @@ def open_wrapped(folder: Path, options: OpenOptions) -> Checkpoint:
         extras={**checkpoint.extras, **_extras(wrapper)},
         problems=(*checkpoint.problems, *problems),
         native=replace(native, wrapper=wrapper),
+        opaque=wrapper.opaque,
     )
 
 
@@ -75,38 +59,39 @@ def _rng_names(folder: Path) -> list[str]:
     return [
         p.name
         for p in folder.iterdir()
-        if _TRAINER.fullmatch(p.name) or _ACCELERATE.fullmatch(p.name)
+        if re.fullmatch(TRAINER, p.name) or re.fullmatch(ACCELERATE, p.name)
     ]
 
 
 def _wrapper(folder: Path, tag: str) -> Wrapper:
     rng: dict[int, Carried] = {}
     copies: dict[str, bytes] = {}
-    weights: list[str] = []
+    weights: dict[str, tuple[tuple[str, tuple[int, ...], str], ...]] = {}
     opaque: list[str] = []
     scheduler: tuple[str, Carried] | None = None
     kind = "trainer" if (folder / "trainer_state.json").is_file() else "accelerate"
     for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.is_symlink()):
         name = path.name
-        found = _TRAINER.fullmatch(name) or _ACCELERATE.fullmatch(name)
+        found = re.fullmatch(TRAINER, name) or re.fullmatch(ACCELERATE, name)
         if found is not None:
             carried = _load(path)
             rng[int(found[1] or 0)] = carried
-        elif name in _SCHEDULERS:
+        elif name in SCHEDULERS:
             scheduler = (name, _load(path))
         elif _WEIGHTS.fullmatch(name):
-            weights.append(name)
-        elif _COPIED.fullmatch(name) and path.stat().st_size <= _LIMIT and name != "reshard.json":
+            held = safetensors.read_header(folder, name).arrays
+            weights[name] = tuple((k, a.shape, a.dtype.name) for k, a in held.items())
+        elif _COPIED.fullmatch(name) and path.stat().st_size <= _LIMIT and not _OURS.match(name):
             copies[name] = path.read_bytes()
-        elif name not in (LATEST, "reshard.json") and not name.endswith((".py", ".jsonl")):
+        elif name != LATEST and not _OURS.match(name) and not name.endswith(".py"):
             opaque.append(name)
-    return Wrapper(kind, tag, scheduler, rng, copies, tuple(weights), tuple(opaque))
+    return Wrapper(kind, tag, scheduler, rng, copies, weights, tuple(opaque))
 
 
 def _load(path: Path) -> Carried:
     if path.stat().st_size > _LIMIT:
         raise CorruptError(f"{path}: {path.stat().st_size:,} bytes where small state is expected")
-    file = torchfile.load(path, path.name)
+    file = rank_names.load(path.parent, path.name, (TRAINER, ACCELERATE))
     return carry(file, file.root, f"{path.name}/")
 
 
@@ -142,8 +127,6 @@ def _extras(wrapper: Wrapper) -> dict[str, Json]:
             if key in found:
                 out[f"trainer_state.{key}"] = found[key]
     out["rng_ranks"] = sorted(wrapper.rng)
-    if wrapper.opaque:
-        out["opaque"] = list(wrapper.opaque)
     return out
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from reshard.containers import safetensors
 from reshard.containers.carried import Carried
 from reshard.containers.safetensors import Item
-from reshard.format import Fate, Loss
+from reshard.dtypes import named
+from reshard.format import Fate
 from reshard.layout import Draft
 from reshard.tensor import MASTER, TensorId
 
 from .cuts import same
-from .folder import LATEST
 from .goal import Goal
 from .native import Native, Wrapper
+from .recognise import LATEST
 from .rng import derived
 from .sheet import Sheet
 from .table import Table, WholeHolder
@@ -23,24 +23,20 @@ from .wrapper import carried_safely
 
 
 def side_drafts(
-    folder: Path, wrapper: Wrapper, own: Native, aim: Goal, table: Table
-) -> tuple[list[Draft], list[Fate], list[Loss]]:
+    wrapper: Wrapper, own: Native, aim: Goal, table: Table
+) -> tuple[list[Draft], list[Fate]]:
     """The drafts beside the tag folder, and what becomes of each file of the source."""
     world = aim.dp * aim.mp
     drafts = [literal(LATEST, aim.tag.encode())]
     drafts += [literal(name, data) for name, data in wrapper.copies.items()]
     fates = [Fate(name, "keep") for name in wrapper.copies]
-    losses = [
-        Loss("opaque-dropped", name, "a pickle of the trainer's own classes is not written again")
-        for name in wrapper.opaque
-    ]
-    fates += [Fate(name, "drop", "opaque") for name in wrapper.opaque]
+    fates += [Fate(shown, "keep") for shown in ("wrapper", "trainer_state")]
     sheets: list[Sheet] = []
     if wrapper.scheduler is not None:
         name, held = wrapper.scheduler
         changed, detail = rescaled(wrapper, held, aim.iteration, (len(wrapper.rng), world))
         sheets.append(_sheet(name, changed))
-        fates.append(Fate(name, "remap" if detail else "keep", detail))
+        fates += [Fate(n, "remap" if detail else "keep", detail) for n in (name, "scheduler")]
     for rank, state in random_states(wrapper, world, aim.iteration).items():
         sheets.append(_sheet(rng_name(wrapper.kind, rank, world), state))
     if wrapper.rng:
@@ -48,10 +44,10 @@ def side_drafts(
         detail = (
             "" if kept == "keep" else f"kept where both have the rank, made for others of {world}"
         )
-        fates.append(Fate("rng", kept, detail))
+        fates += [Fate(shown, kept, detail) for shown in ("rng", "rng_ranks")]
     drafts += [sheet.draft()[0] for sheet in sheets]
-    drafts += _weights(folder, wrapper, own, aim, table)
-    return drafts, fates, losses
+    drafts += _weights(wrapper, own, table)
+    return drafts, fates
 
 
 def literal(name: str, data: bytes) -> Draft:
@@ -102,17 +98,17 @@ def rescaled(
     return Carried(changed, held.values), f"last_epoch {steps * before} -> {last}: one a process"
 
 
-def _weights(folder: Path, wrapper: Wrapper, own: Native, aim: Goal, table: Table) -> list[Draft]:
+def _weights(wrapper: Wrapper, own: Native, table: Table) -> list[Draft]:
     """The safetensors copies of the weights, file by file as the source has them."""
     drafts = []
-    for name in wrapper.weights:
+    for name, held in wrapper.weights.items():
         items: list[Item] = []
         owners: dict[str, str] = {}
-        for key, array in safetensors.read_header(folder, name).arrays.items():
+        for key, shape, dtype in held:
             owner = own.model.aliases.get(key, key)
             known = table.tensors.get(TensorId(owner)) or table.tensors.get(TensorId(owner, MASTER))
-            if known is not None and known.shape == array.shape:
-                items.append(Item(key, array.shape, array.dtype))
+            if known is not None and known.shape == shape:
+                items.append(Item(key, shape, named(dtype)))
                 owners[key] = owner
         draft = safetensors.draft(name, items)
         drafts.append(draft)

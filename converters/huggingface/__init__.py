@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
@@ -14,19 +13,19 @@ from reshard.topology import Target
 VARIANTS = {None: "hf", "fused": "hf_fused"}
 
 
-@dataclass(frozen=True)
 class HuggingFace:
     """A model as from_pretrained and the inference engines read it."""
 
-    name: str = "hf"
-    summary: str = "model.safetensors or pytorch_model.bin, with config.json"
-    writes: bool = True
-    weights: bool = True  # a folder holds weights and nothing else
-    generic: bool = True  # trainers leave such files beside their own states
+    name = "hf"
+    summary = "model.safetensors or pytorch_model.bin, with config.json"
+    writes = True
+    takes = frozenset({"max_shard_size", "tokenizer"})
+    weights = True  # a folder holds weights and nothing else
+    generic = True  # trainers leave such files beside their own states
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
-        from .folder import recognise
+        from .recognise import recognise
 
         return recognise(folder)
 

@@ -24,7 +24,7 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voc
               "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json",
               "processor_config.json", "*.py")  # fmt: skip
 #: Pickles that are no weights; copied they would carry code along.
-_OPAQUE = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+OPAQUE = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 _LARGEST = 256 << 20  # bytes of a file that is copied
 
 
@@ -49,11 +49,10 @@ def beside(
     """
     reference = _reference(source, options)
     losses: list[Loss] = []
-    fates: list[Fate] = []
-    found = dict(_copied(reference, ("*",), losses, fates)) if reference else {}
+    found = dict(_copied(reference, ("*",), losses)) if reference else {}
     if options.tokenizer is not None:
         found = {n: b for n, b in found.items() if not _matches(n, _TOKENIZER)}
-        mine = dict(_copied(Path(options.tokenizer), _TOKENIZER, losses, fates))
+        mine = dict(_copied(Path(options.tokenizer), _TOKENIZER, losses))
         if not mine:
             raise UsageError(f"--tokenizer {options.tokenizer}: no tokenizer files there")
         found |= mine
@@ -66,9 +65,9 @@ def beside(
         copied = sorted([*copied, CONFIG] if config is raw else copied)
     if not _matches_any(found, ("tokenizer*", "vocab.*", "*.model")):
         notes.append("no tokenizer files: give their folder with --tokenizer DIR")
-    fates += [Fate(n, "keep", "copied") for n in copied]
+    fates = tuple(Fate(n, "keep", "copied") for n in copied)
     drafts = tuple(Draft(n, len(b), [(0, b)]) for n, b in sorted(found.items()))
-    return Beside(drafts, tuple(copied), tuple(losses), tuple(notes), tuple(fates))
+    return Beside(drafts, tuple(copied), tuple(losses), tuple(notes), fates)
 
 
 def _reference(source: Checkpoint, options: WriteOptions) -> Path | None:
@@ -81,7 +80,7 @@ def _reference(source: Checkpoint, options: WriteOptions) -> Path | None:
 
 
 def _copied(
-    folder: Path, wanted: tuple[str, ...], losses: list[Loss], fates: list[Fate]
+    folder: Path, wanted: tuple[str, ...], losses: list[Loss]
 ) -> Iterator[tuple[str, bytes]]:
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder")
@@ -89,10 +88,7 @@ def _copied(
         name = path.name
         if not path.is_file() or _matches(name, _OWN) or not _matches(name, wanted):
             continue
-        if _matches(name, _OPAQUE):
-            fates.append(Fate(name, "drop", "an opaque pickle; it is left behind"))
-            continue
-        if _matches(name, _WEIGHTS):
+        if _matches(name, (*OPAQUE, *_WEIGHTS)):
             continue
         if path.stat().st_size > _LARGEST:
             losses.append(
@@ -100,6 +96,12 @@ def _copied(
             )
             continue
         yield name, path.read_bytes()
+
+
+def opaque_in(folder: Path, read: tuple[str, ...]) -> tuple[str, ...]:
+    """The pickles of a trainer's own that lie in a folder, but for the files that are read."""
+    found = (p.name for p in folder.iterdir() if p.is_file() and _matches(p.name, OPAQUE))
+    return tuple(sorted(name for name in found if name not in read))
 
 
 def _matches(name: str, globs: tuple[str, ...]) -> bool:

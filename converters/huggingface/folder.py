@@ -11,12 +11,14 @@ from pathlib import Path
 from reshard.checkpoint import Json
 from reshard.errors import CorruptError, FormatError, UnsafeError
 
-SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
-TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_SHARD = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
-_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+from .recognise import ADAPTERS, SAFE, SAFE_INDEX, TORCH, TORCH_INDEX
+
 #: Quantisations whose tensors are passed through or dequantised; any other is refused by name.
 READ_QUANTISED = ("fp8", "mxfp4")
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
+#: What trainers keep beside them, by how its name begins.
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "sampler", "rng_state")
+_SHOWN = 8  # files that are named
 _LARGEST_JSON = 256 << 20  # bytes; an index of 10^6 tensors is about 100 MB
 
 
@@ -28,20 +30,6 @@ class Weights:
     safe: bool  # safetensors, else torch.save
     where: Mapping[str, str] | None  # tensor -> file; None: a single file, which has no index
     problems: tuple[str, ...] = ()
-
-
-def recognise(folder: Path) -> str | None:
-    """Why a folder is a model folder: a weight file or index under one of the standard names."""
-    for name in (SAFE, SAFE_INDEX, TORCH, TORCH_INDEX):
-        if (folder / name).is_file():
-            return f"holds {name}"
-    if not (folder / "config.json").is_file() and not (folder / _ADAPTERS[0]).is_file():
-        return None
-    found = next((n for n in _ADAPTERS if (folder / n).is_file()), None)
-    if found is not None:
-        return f"holds {found}"
-    shards = sorted(p.name for p in folder.iterdir() if _SHARD.fullmatch(p.name))
-    return f"holds config.json and {shards[0]}" if shards else None
 
 
 def weights(folder: Path) -> Weights:
@@ -60,16 +48,17 @@ def weights(folder: Path) -> Weights:
                 "the first without a word. Remove the stale one."
             )
     chosen = there[0]
-    problems = _beside(folder, chosen, there)
+    _refuse_adapter(folder)
     safe = chosen in (SAFE, SAFE_INDEX)
     if chosen in (SAFE, TORCH):
-        return Weights((chosen,), safe, None, problems)
+        return Weights((chosen,), safe, None, _unread(folder, (chosen,)))
     where = _index(folder, chosen, "safetensors" if safe else "bin")
-    return Weights(tuple(sorted(set(where.values()))), safe, where, problems)
+    files = tuple(sorted(set(where.values())))
+    return Weights(files, safe, where, _unread(folder, files))
 
 
 def _refuse_without_weights(folder: Path) -> None:
-    if any((folder / n).is_file() for n in _ADAPTERS):
+    if any((folder / n).is_file() for n in ADAPTERS):
         raise FormatError(
             f"{folder} holds a LoRA adapter and no model. Merge it into its base model "
             "(peft: merge_and_unload, save_pretrained) and give that folder."
@@ -80,14 +69,32 @@ def _refuse_without_weights(folder: Path) -> None:
     )
 
 
-def _beside(folder: Path, chosen: str, there: list[str]) -> tuple[str, ...]:
-    out = [f"{n} is there too and is not read" for n in there if n != chosen]
-    if any((folder / n).is_file() for n in _ADAPTERS[1:]):
+def _refuse_adapter(folder: Path) -> None:
+    if any((folder / n).is_file() for n in ADAPTERS[1:]):
         raise FormatError(
             f"{folder} holds a model and an adapter; transformers would add the adapter on "
             "loading. Merge it, or move it elsewhere."
         )
-    return tuple(out)
+
+
+def _unread(folder: Path, read: tuple[str, ...]) -> tuple[str, ...]:
+    """The files of weights that are not the model's: another form of it, or another save's.
+
+    Folders of the hub hold such (consolidated.safetensors, original/, *.gguf), and loaders pass
+    over them as this reader does; so may a shard that the index has forgotten.
+    """
+    found = sorted(p.relative_to(folder) for p in (*folder.iterdir(), *folder.glob("original/*")))
+    left = [
+        str(path)
+        for path in found
+        if path.suffix in _WEIGHTS and not path.name.startswith(_NO_WEIGHTS)
+        if str(path) not in read and (folder / path).is_file()
+    ]
+    if not left:
+        return ()
+    shown = ", ".join(left[:_SHOWN]) + (f" and {len(left) - _SHOWN} more" if left[_SHOWN:] else "")
+    what = "is" if len(left) == 1 else "are"
+    return (f"{shown} {what} there too and {what} not read: no part of the model by its index",)
 
 
 def _index(folder: Path, name: str, suffix: str) -> dict[str, str]:

@@ -16,7 +16,9 @@ from reshard.layout import Layout, Piece, place
 from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
+from .beside import opaque_in
 from .folder import Weights, quantisation, read_json, refuse_packed, weights
+from .optimizer import is_beside, refuse_beside_blocks, with_optimizer
 from .quantised import dequantised, is_quantised
 
 NAME = "hf"
@@ -28,6 +30,7 @@ def open_folder(folder: Path, options: OpenOptions) -> Checkpoint:
     Raises FormatError for what is refused by name, CorruptError for an index and files that
     contradict each other.
     """
+    options.given.take()
     given = options.given.degrees
     if given:
         raise FormatError(f"--from: a model folder has no topology, and {dict(given)} is given")
@@ -50,9 +53,13 @@ def open_folder(folder: Path, options: OpenOptions) -> Checkpoint:
         files=found.files,
         extras=_extras(config),
         problems=found.problems,
+        opaque=opaque_in(folder, found.files),
+        optimizer_left=options.weights_only and is_beside(folder),
     )
     if not is_quantised(tensors):
-        return checkpoint
+        return checkpoint if options.weights_only else with_optimizer(checkpoint)
+    if not options.weights_only:
+        refuse_beside_blocks(folder)
     return replace(
         checkpoint, quantised=lambda dtype: dequantised(checkpoint, pieces, scheme, dtype)
     )

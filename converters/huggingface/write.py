@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import ceil, prod
 
 from reshard.box import Box
-from reshard.checkpoint import Checkpoint, Json
+from reshard.checkpoint import TIES, Checkpoint, Json, is_samples, ties
 from reshard.containers import safetensors
 from reshard.containers.safetensors import Item
 from reshard.dtypes import DType, named
@@ -18,13 +19,15 @@ from reshard.layout import Draft, Layout, Piece, place
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Target, Topology
 
+from . import optimizer
 from .beside import Beside, beside
-from .folder import SAFE, SAFE_INDEX
+from .recognise import SAFE, SAFE_INDEX
 
 #: Bytes of tensors in one file, unless --max-shard-size says otherwise. transformers 4 has 5 GB,
 #: transformers 5 has 50 GB; engines that read shards in parallel are better off with several.
 SHARD = 5_000_000_000
-OPTIONS = ("max_shard_size", "balanced")
+OPTIONS = ("max_shard_size", "balanced", "optimizer")
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
 def declare_folder(source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
@@ -41,34 +44,51 @@ def declare_folder(source: Checkpoint, target: Target, options: WriteOptions) ->
     if {k: n for k, n in target.degrees.items() if n != 1}:
         raise UsageError(f"{target.text}: a model folder has no topology")
     chosen = target.take(*OPTIONS)
-    tensors, made = _tensors(source, options)
-    items = [Item(t.name, v.shape, v.dtype) for t, v in tensors.items()]
-    limit = _limit(chosen, options)
-    shards = deal(items, limit, balanced=chosen.get("balanced") in ("1", "true", "yes"))
-    drafts, pieces = _files(shards)
-    others = beside(source, tensors, options)
+    weights = _weights(source, options)
+    copies = _tied(source, weights)
+    weights |= {copy: replace(weights[first], id=copy) for copy, first in copies.items()}
+    limit, balanced = _limit(chosen, options), _said_yes(chosen, "balanced")
+    listed = [Item(t.name, v.shape, v.dtype) for t, v in weights.items()]
+    drafts, pieces = _files(deal(listed, limit, balanced=balanced))
+    others = beside(source, weights, options)
     drafts += others.drafts
+    beyond: dict[TensorId, LogicalTensor] = {}
+    if _said_yes(chosen, "optimizer"):
+        if options.weights_only:
+            raise UsageError("optimizer=yes and --weights-only contradict each other")
+        beyond = optimizer.kept(source, weights)
+        shards = deal(optimizer.items(beyond), limit, balanced=balanced)
+        more, theirs = optimizer.drafts(source, shards, {t.name for t in weights})
+        drafts, pieces = [*drafts, *more], {**pieces, **theirs}
     return Declaration(
         format="hf",
         topology=Topology(),
         folder="",
-        layout=Layout(tensors, lambda t: [pieces[t.name]], "torch"),
+        layout=Layout({**weights, **beyond}, lambda t: [pieces[t]], "torch"),
         drafts=drafts,
-        losses=(*made, *others.losses),
+        losses=(*_left(source, bool(beyond)), *others.losses),
         notes=others.notes,
-        fates=(*others.fates, *_fates(source)),
-        recipe=_recipe(tensors, others),
-        explained=frozenset(t for t in source.layout.tensors if t.slot != PARAM),
+        fates=(*others.fates, *_fates(source, bool(beyond))),
+        recipe=_recipe(weights, others, bool(beyond)),
+        explained=frozenset(
+            t for t in source.layout.tensors if t.slot != PARAM and t not in beyond
+        ),
+        feeds=copies,
     )
+
+
+def _said_yes(chosen: Mapping[str, str], option: str) -> bool:
+    text = chosen.get(option, _NO[0])
+    if text not in (*_YES, *_NO):
+        raise UsageError(f"{option}={text}: write {option}=yes or {option}=no")
+    return text in _YES
 
 
 # --- which tensors, in which dtype ---------------------------------------------------------------
 
 
-def _tensors(
-    source: Checkpoint, options: WriteOptions
-) -> tuple[dict[TensorId, LogicalTensor], list[Loss]]:
-    """The target's weights in name order; and what of the source's state stays behind."""
+def _weights(source: Checkpoint, options: WriteOptions) -> dict[TensorId, LogicalTensor]:
+    """The target's weights in name order."""
     present = source.layout.tensors
     asked = named(options.dtype) if options.dtype else None
     out: dict[TensorId, LogicalTensor] = {}
@@ -77,21 +97,37 @@ def _tensors(
         if own is None:
             continue
         weight = TensorId(name) in present
-        dtype = own.dtype if weight else _said(source) or own.dtype
+        dtype = own.dtype if weight else _said(source) or source.kinds.get(name, own.dtype)
         if asked is not None and own.dtype.floating and not _kept(own, asked):
             dtype = asked
         out[TensorId(name)] = LogicalTensor(TensorId(name), own.shape, dtype, fixed=own.fixed)
     if not out:
         raise CoverageError(f"{source.path} holds no weights")
+    return out
+
+
+def _left(source: Checkpoint, optimizer_kept: bool) -> list[Loss]:
+    """What of the source's state stays behind."""
     left: dict[str, int] = {}
-    for tensor in present:
-        if tensor.slot != PARAM:
+    for tensor in source.layout.tensors:
+        if tensor.slot != PARAM and not optimizer_kept:
             left[tensor.slot] = left.get(tensor.slot, 0) + 1
-    losses = [
+    return [
         Loss("weights-only", slot, f"{n} tensors left behind: a model folder holds weights only")
         for slot, n in sorted(left.items())
     ]
-    return out, losses
+
+
+def _tied(
+    source: Checkpoint, tensors: Mapping[TensorId, LogicalTensor]
+) -> dict[TensorId, TensorId]:
+    """Second names of tied weights, and the first ones; none where the config says that they are
+    tied, as save_pretrained leaves them out then."""
+    config = source.extras.get("config")
+    if isinstance(config, Mapping) and config.get("tie_word_embeddings") is True:
+        return {}
+    pairs = {TensorId(alias): TensorId(name) for alias, name in ties(source).items()}
+    return {copy: name for copy, name in pairs.items() if name in tensors and copy not in tensors}
 
 
 def _kept(own: LogicalTensor, asked: DType) -> bool:
@@ -115,12 +151,18 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-def _fates(source: Checkpoint) -> Iterator[Fate]:
+def _fates(source: Checkpoint, optimizer_kept: bool) -> Iterator[Fate]:
+    why = "a model folder holds weights only"
     for name in source.extras:
-        if name != "config" and not name.startswith("args."):
-            yield Fate(name, "drop", "a model folder holds weights only")
+        if name == TIES:
+            yield Fate(name, "keep", "both names, or the config's tie_word_embeddings")
+        elif optimizer_kept and is_samples(name):
+            yield Fate(name, "remap", f"{optimizer.STATE}: {optimizer.SAMPLES}")
+        elif name != "config" and not name.startswith("args."):
+            yield Fate(name, "drop", why)
     for i, _ in enumerate(source.groups or ()):
-        yield Fate(f"optimizer.param_groups[{i}]", "drop", "a model folder holds weights only")
+        fate = ("keep", optimizer.STATE) if optimizer_kept else ("drop", why)
+        yield Fate(f"optimizer.param_groups[{i}]", *fate)
 
 
 # --- shards --------------------------------------------------------------------------------------
@@ -130,6 +172,8 @@ def _limit(chosen: Mapping[str, str], options: WriteOptions) -> int:
     text = chosen.get("max_shard_size")
     if text is None:
         return options.max_shard_size or SHARD
+    if options.max_shard_size is not None:
+        raise UsageError("--max-shard-size and max_shard_size= of the target: give one")
     return decimal_size(text)
 
 
@@ -162,12 +206,12 @@ def deal(items: Sequence[Item], limit: int, *, balanced: bool = False) -> list[l
     return shards
 
 
-def _files(shards: Sequence[Sequence[Item]]) -> tuple[list[Draft], dict[str, Piece]]:
+def _files(shards: Sequence[Sequence[Item]]) -> tuple[list[Draft], dict[TensorId, Piece]]:
     """The weight files and the index built from what they hold."""
     n = len(shards)
     names = [SAFE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     drafts = [safetensors.draft(f, s) for f, s in zip(names, shards, strict=True)]
-    pieces = {a.key: place(Box.whole(a.shape), a) for d in drafts for a in d.arrays}
+    pieces = {TensorId(a.key): place(Box.whole(a.shape), a) for d in drafts for a in d.arrays}
     if n > 1:
         drafts.append(_index(drafts))
     return drafts, pieces
@@ -186,12 +230,14 @@ def _index(drafts: Sequence[Draft]) -> Draft:
     return Draft(SAFE_INDEX, len(raw), [(0, raw)])
 
 
-def _recipe(tensors: Mapping[TensorId, LogicalTensor], others: Beside) -> dict[str, Json]:
+def _recipe(
+    tensors: Mapping[TensorId, LogicalTensor], others: Beside, optimizer_kept: bool
+) -> dict[str, Json]:
     kinds: dict[str, int] = {}
     for logical in tensors.values():
         kinds[logical.dtype.name] = kinds.get(logical.dtype.name, 0) + prod(logical.shape)
     return {
-        "verdict": "weights only",
+        "verdict": "archive" if optimizer_kept else "weights only",
         "parameters": sum(kinds.values()),
         "dtypes": dict(sorted(kinds.items())),
         "copied": list(others.copied),

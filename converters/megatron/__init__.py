@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, Json
@@ -44,19 +43,19 @@ def checkpoint_folder(run: Path, iteration: int | None) -> Path | None:
     )
 
 
-@dataclass(frozen=True)
 class TorchDist:
     """megatron-core's distributed checkpoints."""
 
-    name: str = "megatron"
-    summary: str = "torch_dist: metadata.json, .metadata, *.distcp; zarr; fsdp_dtensor"
-    writes: bool = True
+    name = "megatron"
+    summary = "torch_dist: metadata.json, .metadata, *.distcp; zarr; fsdp_dtensor"
+    writes = True
+    takes = frozenset({"vocab_size"})
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
-        from . import dist_read, fsdp_dtensor_read
+        from .recognise import is_dist, is_fsdp
 
-        return dist_read.recognise(folder) or fsdp_dtensor_read.recognise(folder)
+        return is_dist(folder) or is_fsdp(folder)
 
     def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
         """The checkpoint of a run folder, or the weights of a NeMo checkpoint."""
@@ -70,11 +69,15 @@ class TorchDist:
 
     def open(self, folder: Path, options: OpenOptions) -> Checkpoint:
         """Read headers."""
-        from . import dist_read, fsdp_dtensor_read
+        from .recognise import is_dist
 
-        if dist_read.recognise(folder) is None:
-            return fsdp_dtensor_read.open_fsdp(folder, options)
-        return dist_read.open_dist(folder, options)
+        if is_dist(folder) is None:
+            from .fsdp_dtensor_read import open_fsdp
+
+            return open_fsdp(folder, options)
+        from .dist_read import open_dist
+
+        return open_dist(folder, options)
 
     def declare(self, source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
         """Lay out a target."""
@@ -95,19 +98,19 @@ class TorchDist:
         return unpack(state, source)
 
 
-@dataclass(frozen=True)
 class Legacy:
     """Megatron-LM's `torch` checkpoints: one pickle per model-parallel rank."""
 
-    name: str = "megatron-legacy"
-    summary: str = "torch: mp_rank_*/model_optim_rng.pt"
-    writes: bool = True
+    name = "megatron-legacy"
+    summary = "torch: mp_rank_*/model_optim_rng.pt"
+    writes = True
+    takes = frozenset({"vocab_size"})
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
-        from .legacy_read import recognise
+        from .recognise import is_legacy
 
-        return recognise(folder)
+        return is_legacy(folder)
 
     def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
         """The checkpoint of a run folder."""

@@ -15,7 +15,7 @@ from reshard.errors import CorruptError, FormatError
 from reshard.layout import Piece, StoredArray
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
 
-from . import buckets, names, objects, zarr_read
+from . import buckets, module_order, objects, optim_groups, tp_rules, zarr_read
 from .buckets import Buffer, bucket_key
 from .carry import mapping, sequence
 from .run import Place, Run, data_parallel, places
@@ -140,7 +140,7 @@ def buffers_of(
     for chunk in _chunks(run, group.stage):
         by_dtype: dict[str, _Params] = {}
         for legacy, canonical in _parameters(run, chunk, group.place.ep, _spec(run)):
-            expert = names.is_expert_parallel(canonical, run.topology.ep)
+            expert = optim_groups.is_expert_parallel(canonical, run.topology.ep)
             if expert != group.expert:
                 continue
             if canonical not in dtypes:
@@ -158,8 +158,10 @@ def _spec(run: Run) -> str:
 
 
 def _parameters(run: Run, chunk: Chunk, ep_rank: int, spec: str) -> _Params:
-    entries = names.legacy_entries(run.model, chunk, spec=spec, ep=run.topology.ep, ep_rank=ep_rank)
-    return names.parameters(entries)
+    entries = module_order.legacy_entries(
+        run.model, chunk, spec=spec, ep=run.topology.ep, ep_rank=ep_rank
+    )
+    return module_order.parameters(entries)
 
 
 def _grad_dtype(run: Run) -> str:
@@ -172,7 +174,7 @@ def _grad_dtype(run: Run) -> str:
 
 
 def shard_of(run: Run, group: Group, canonical: str, known: Mapping[str, LogicalTensor]) -> Shard:
-    rule = names.tp_rule(canonical, run.model, run.mla_down)
+    rule = tp_rules.tp_rule(canonical, run.model, run.mla_down)
     return shard(canonical, known[canonical].extent, rule, run.topology, group.place)
 
 
@@ -242,7 +244,7 @@ def orders_of(
     """A buffer's parameters with their sizes in module order, and those with an own bucket."""
     chunk, mine = params[0]
     sized = [(a, prod(shard_of(run, group, c, known).shape)) for a, c in mine]
-    own = names.shared_embedding(run.model, chunk, run.topology.pp)
+    own = module_order.shared_embedding(run.model, chunk, run.topology.pp)
     return {f"{_spec(run)} spec": sized}, [own] if own else []
 
 

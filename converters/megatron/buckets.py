@@ -86,7 +86,7 @@ def buffer(
 
     `dp`: ranks that share the buffer (DP x CP, of one distributed-optimizer instance; expert-DP for
     experts). It moves only `padded` and `numels`. `bucket_size` None: one bucket. `own_bucket`:
-    parameters that get a bucket to themselves (the shared embedding, see names.shared_embedding).
+    parameters that get a bucket to themselves (see module_order.shared_embedding).
     Source: param_and_grad_buffer.py _ParamAndGradBuffer.__init__ @ core_v0.16.1.
     """
     order = list(reversed(params))
@@ -234,9 +234,11 @@ def solve(
     if len(found) == 1:
         return next(iter(found.values()))
     listed = "; ".join(dict.fromkeys(tried)) or "no parameter order was given"
+    asked = ". If the job set --ddp-bucket-size, give it as --from ddp_bucket_size=ELEMENTS"
     raise FormatError(
         ("several layouts agree" if found else "no layout agrees")
         + f" with the recorded lengths of this optimizer buffer. Tried: {listed}"
+        + (asked if numels_unpadded is None else "")
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,13 +12,12 @@ from reshard.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.containers import dcp, torchfile
 from reshard.containers.carried import Carried, carry
-from reshard.containers.dcp import Metadata
+from reshard.containers.dcp import Metadata, TensorEntry
 from reshard.containers.inert import TensorRef
-from reshard.containers.small import JSON, read_small
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, FormatError, ReshardError
 from reshard.format import OpenOptions
-from reshard.layout import Layout, Piece, place
+from reshard.layout import Layout, Piece, StoredArray, place
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Topology, topology
 
@@ -28,6 +27,7 @@ from .buckets import bucket_key
 from .carry import fields_of, mapping, plain, scalar, sequence
 from .dp_zero_read import is_dp_zero, object_tensors
 from .flattened_read import Grid
+from .recognise import backend
 from .run import Optimizer, Options, Run
 from .sizes import LEGACY_GROUPED, LOCAL, Sizes, sizes
 from .stages import Pipeline, pipeline_of_args
@@ -49,22 +49,7 @@ _FORMS = (
     "dp_zero_gather_scatter",
 )
 PiecesOf = Callable[[TensorId], Sequence[Piece]]
-_BACKENDS = ("torch_dist", "zarr")
 _KNOWN = ("args", "optimizer", "content_metadata", *run.KEPT)
-
-
-def recognise(folder: Path) -> str | None:
-    """Why a folder is a distributed checkpoint: its metadata.json names the backend."""
-    backend = _backend(folder)
-    return f"metadata.json names the backend {backend}" if backend in _BACKENDS else None
-
-
-def _backend(folder: Path) -> object:
-    try:
-        found = json.loads(read_small(folder / "metadata.json", JSON))
-    except (CorruptError, ValueError, RecursionError):
-        return None
-    return found.get("sharded_backend") if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +61,38 @@ class Source:
     grid: Grid | None = None  # of flattened shards
 
 
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """The chunks of a key with their arrays: `rows` are those of each index of leading axes."""
+
+    entry: TensorEntry
+    arrays: Sequence[StoredArray]
+    rows: Mapping[tuple[int, ...], array[int]]
+
+    def pieces(self, index: tuple[int, ...], made: Grid | None) -> list[Piece]:
+        """The pieces of one tensor of the key, made when asked for."""
+        out: list[Piece] = []
+        axes = len(index)
+        for row in self.rows.get(index, ()):
+            chunk, held = self.entry.chunks[row], self.arrays[row]
+            if made is not None:
+                out += flattened_read.pieces(made, index, chunk, held)
+                continue
+            at = (*(i - a for i, a in zip(index, chunk.offsets, strict=False)),
+                  *(0 for _ in chunk.sizes[axes:]))  # fmt: skip
+            out.append(place(Box.at(chunk.offsets[axes:], chunk.sizes[axes:]), held, at))
+        return out
+
+
 @dataclass
 class Chunks:
-    """Model-space tensors; their pieces are located key by key on request."""
+    """Model-space tensors; their chunks are located key by key on request."""
 
     folder: Path
     metadata: Metadata
     tensors: Mapping[TensorId, LogicalTensor]
     sources: Mapping[TensorId, Source]
-    _keys: dict[str, dict[tuple[int, ...], list[Piece]]] = field(default_factory=dict)
+    _keys: dict[str, _Located] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._blobs = zarr_read.blobs(self.folder, self.metadata)
@@ -97,24 +105,15 @@ class Chunks:
             if len(self._keys) > 64:
                 self._keys.clear()
             found = self._keys[source.key] = self._locate(source)
-        return found.get(source.index, ())
+        return found.pieces(source.index, source.grid)
 
-    def _locate(self, source: Source) -> dict[tuple[int, ...], list[Piece]]:
-        key, axes = source.key, len(source.index)
-        entry = self.metadata.tensors[key]
-        out: dict[tuple[int, ...], list[Piece]] = {}
-        arrays = self._blobs.arrays((key, c, entry.dtype) for c in entry.chunks)
-        if source.grid is not None:
-            held = zip(entry.chunks, arrays, strict=True)
-            return flattened_read.located(source.grid, axes, held)
-        for chunk, array in zip(entry.chunks, arrays, strict=True):
-            lead = Box.at(chunk.offsets[:axes], chunk.sizes[:axes])
-            box = Box.at(chunk.offsets[axes:], chunk.sizes[axes:])
-            for index in _indices(lead):
-                at = [i - a for i, a in zip(index, lead.start, strict=True)]
-                piece = place(box, array, (*at, *(0 for _ in box.start)))
-                out.setdefault(index, []).append(piece)
-        return out
+    def _locate(self, source: Source) -> _Located:
+        entry, axes = self.metadata.tensors[source.key], len(source.index)
+        rows: dict[tuple[int, ...], array[int]] = {}
+        for row, chunk in enumerate(entry.chunks):
+            for index in _indices(Box.at(chunk.offsets[:axes], chunk.sizes[:axes])):
+                rows.setdefault(index, array("I")).append(row)
+        return _Located(entry, self._blobs.located(source.key, entry), rows)
 
 
 def _indices(box: Box) -> Iterable[tuple[int, ...]]:
@@ -130,7 +129,7 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     Raises FormatError for a form that is not read, CorruptError for files that contradict
     themselves.
     """
-    read_metadata = {"zarr": zarr_read.read_metadata}.get(str(_backend(folder)), dcp.read_metadata)
+    read_metadata = {"zarr": zarr_read.read_metadata}.get(str(backend(folder)), dcp.read_metadata)
     metadata = read_metadata(folder)
     common = _common(folder, metadata)
     root = mapping(common.obj, f"{folder}: the common state")
@@ -158,6 +157,7 @@ def open_dist(folder: Path, options: OpenOptions) -> Checkpoint:
         steps=steps,
         iteration=iteration if isinstance(iteration, int) else None,
         extras=run.extras(native),
+        rows_left=run.rows_left(native),
         problems=problems,
         native=native,
     )

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from reshard.box import Box
 from reshard.checkpoint import Checkpoint, Json
-from reshard.containers import dcp, torchfile
+from reshard.containers import torchfile
 from reshard.containers.carried import Carried
-from reshard.containers.dcp import ObjectItem, TensorEntry, TensorItem
+from reshard.containers.dcp import ObjectItem
 from reshard.dtypes import named
-from reshard.errors import CoverageError, FormatError, LayoutError, UsageError
+from reshard.errors import CoverageError, FormatError, UsageError
 from reshard.format import Declaration, Fate, Loss, WriteOptions
-from reshard.layout import Draft, Layout, Piece, place
+from reshard.layout import Draft, Layout
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
 
-from . import names, run
+from . import module_order, names, run, run_rng
 from .carry import numbered
-from .from_family import foreign_fates, foreign_recipe, master_of, run_of
+from .dist_files import Held, Holders, dist_files
+from .from_family import foreign_fates, foreign_notes, foreign_recipe, run_of
 from .goal import Goal, goal
 from .run import Optimizer, Options, Run
-from .shards import shard
 from .sizes import LOCAL, SEQUENTIAL, TE_GROUPED, need
 
 _METADATA = {
@@ -37,79 +36,45 @@ FULLY_RESHARDABLE = "fully_reshardable"
 FORMS = (FULLY_RESHARDABLE, "non_distributed")
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One chunk: which logical box it is, in which rank's file."""
-
-    tensor: TensorId
-    box: Box  # of the logical tensor, padding included
-    key: str
-    index: tuple[int, ...]
-    rank: int
-
-
-@dataclass
-class _Keys:
-    """The global shape of every stored key, grown as logical tensors are placed."""
-
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = field(default_factory=dict)
-
-    def add(self, key: str, index: Sequence[int], shape: tuple[int, ...], dtype: str) -> None:
-        """Take in one logical tensor under a key. Raises LayoutError if its like differs."""
-        lead = tuple(i + 1 for i in index)
-        known = self.shapes.get(key)
-        if known is None:
-            self.shapes[key] = (lead, shape, dtype)
-            return
-        if known[1:] != (shape, dtype):
-            raise LayoutError(
-                f"{key}: layers or experts of shapes {list(known[1])} {known[2]} and {list(shape)} "
-                f"{dtype} cannot be stacked under one key"
-            )
-        self.shapes[key] = (tuple(map(max, known[0], lead)), shape, dtype)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """The whole stored shape of a key."""
-        lead, shape, _ = self.shapes[key]
-        return (*lead, *shape)
-
-
-def native_run(source: Checkpoint, target: Target) -> Run:
+def native_run(source: Checkpoint, target: Target, options: WriteOptions) -> Run:
     """What the source holds beside tensors: its own, or what its family says of a Megatron run."""
-    return source.native if isinstance(source.native, Run) else run_of(source, target)
+    return source.native if isinstance(source.native, Run) else run_of(source, target, options)
 
 
 def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
     """Lay out a torch_dist checkpoint of the source at the target's topology."""
-    native = native_run(source, target)
+    native = native_run(source, target, options)
     aim = goal(source, native, target, options)
     form = _form(native, aim, options)
     style = _style(native, aim, options)
     tensors = _tensors(source, native, aim, options, form)
     _check_like(options, tensors)
-    items, keys = _items(native, aim, style, tensors, form)
+    held = Held(tensors, Holders(native, aim), style, form)
     objects, object_fates, losses = _objects(source, native, aim, style, tensors)
-    drafts, places, pieces = _files(native, items, keys, objects, aim)
+    drafts, metadata = dist_files(held, objects)
     common, fates, more = _common(native, aim, form, options, tensors)
-    drafts += [common, _metadata(keys, places), _literal("metadata.json", json.dumps(_METADATA))]
+    drafts += [common, metadata, _literal("metadata.json", json.dumps(_METADATA))]
     folder, tracker = run_folder(native)
     losses += more
     recipe = _recipe(native, aim, form, tensors, object_fates)
     if native is not source.native:
-        told, more = foreign_fates(source)
+        told, more = foreign_fates(source, native)
         fates, losses = [*fates, *told], [*losses, *more]
         recipe = {**recipe, **foreign_recipe(native)}
+    feeds, explained = from_masters(source, tensors)
     return Declaration(
         format="megatron",
         topology=aim.topology,
         folder=folder,
-        layout=Layout(tensors, pieces.__getitem__, "megatron"),
+        layout=Layout(tensors, held.pieces, "megatron"),
         drafts=drafts,
         trackers={"latest_checkpointed_iteration.txt": tracker.encode()},
         losses=tuple(losses),
-        notes=aim.notes,
+        notes=(*aim.notes, *foreign_notes(source, native)),
         fates=(*fates, *object_fates, *dropped(native)),
         recipe=recipe,
+        explained=explained,
+        feeds=feeds,
         vocab_size=vocab_of(tensors),
     )
 
@@ -176,8 +141,7 @@ def _tensors(
     FP32Optimizer keeps no masters, as its weights are their own; DistributedOptimizer and
     Float16Optimizer get them of such weights.
 
-    Where another framework's weights are their own masters, masters are made of them; there, Adam's
-    moments become fp32, which is what Megatron keeps.
+    Another framework's moments become fp32, which is what Megatron keeps.
     """
     out: dict[TensorId, LogicalTensor] = {}
     weight = named(options.dtype) if options.dtype else None
@@ -194,15 +158,12 @@ def _tensors(
             fixed = logical.fixed or names.is_buffer(tensor.name)
             dtype = logical.dtype if fixed else weight
         out[tensor] = _target(tensor, logical, aim, dtype)
-        made = master_of(source, tensor, dtype) if foreign else None
-        if made is not None:
-            out[made] = _target(made, logical, aim, named("float32"))
         lone = TensorId(tensor.name, PARAM)
         if tensor.slot == MASTER and lone not in present:
             out[lone] = _target(lone, logical, aim, weight or model_dtype)
-    if foreign or native.optimizer is None:
+    if native.optimizer is None:
         return out
-    if form is None and _own_masters(native, out):
+    if form is None and _own_masters(native, aim, out):
         return {t: v for t, v in out.items() if t.slot != MASTER}
     for tensor in [t for t in out if t.slot == "exp_avg"]:
         param, made = TensorId(tensor.name, PARAM), TensorId(tensor.name, MASTER)
@@ -210,6 +171,23 @@ def _tensors(
         if needed and made not in out and param in present:
             out[made] = _target(made, present[param], aim, named("float32"))
     return out
+
+
+def from_masters(
+    source: Checkpoint, tensors: Iterable[TensorId]
+) -> tuple[dict[TensorId, TensorId], frozenset[TensorId]]:
+    """The weights that are filled from the source's masters, as the target keeps one copy.
+
+    And the source's own narrower weights, for which those stand.
+    """
+    written, held = set(tensors), source.layout.tensors
+    alone = held.keys() - written
+    feeds = {
+        t: master
+        for t in written
+        if t.slot == PARAM and (master := TensorId(t.name, MASTER)) in alone
+    }
+    return feeds, frozenset(t for t in feeds if t in held)
 
 
 def _check_like(options: WriteOptions, tensors: Mapping[TensorId, LogicalTensor]) -> None:
@@ -231,7 +209,7 @@ def _shown(logical: LogicalTensor | None) -> str:
     return "none" if logical is None else f"{logical.dtype} {list(logical.extent)}"
 
 
-def _own_masters(native: Run, tensors: Mapping[TensorId, LogicalTensor]) -> bool:
+def _own_masters(native: Run, aim: Goal, tensors: Mapping[TensorId, LogicalTensor]) -> bool:
     """Whether the run trains in fp32, with FP32Optimizer unless its optimizer is distributed.
 
     Source: get_megatron_optimizer in megatron/core/optimizer/__init__.py @ core_v0.16.1; fixture
@@ -239,83 +217,14 @@ def _own_masters(native: Run, tensors: Mapping[TensorId, LogicalTensor]) -> bool
     """
     trained = (t.name for t in tensors if t.slot == "exp_avg")
     narrow = any(tensors[TensorId(name, PARAM)].dtype.itemsize < 4 for name in trained)
-    return not narrow and not native.args.get("bf16") and not native.args.get("fp16")
+    told = {**native.args, **aim.precision}
+    return not narrow and not told.get("bf16") and not told.get("fp16")
 
 
 def _target(tensor: TensorId, logical: LogicalTensor, aim: Goal, dtype: object) -> LogicalTensor:
     vocab = tensor.name in ("embedding.word_embeddings.weight", "output_layer.weight")
     kind = named(str(dtype))
     return LogicalTensor(tensor, logical.shape, kind, aim.padded(logical, vocab))
-
-
-def _items(
-    native: Run,
-    aim: Goal,
-    style: names.Style,
-    tensors: Mapping[TensorId, LogicalTensor],
-    form: str | None,
-) -> tuple[list[_Item], _Keys]:
-    keys = _Keys()
-    items: list[_Item] = []
-    where = Holders(native, aim)
-    for tensor, logical in tensors.items():
-        bare, index = names.to_dist(tensor.name, style)
-        key = _prefix(tensor.slot, form) + bare
-        keys.add(key, index, logical.extent, logical.dtype.name)
-        for box, rank in where.boxes(tensor.name, logical):
-            items.append(_Item(tensor, box, key, index, rank))
-    return items, keys
-
-
-def _prefix(slot: str, form: str | None) -> str:
-    if slot == PARAM:
-        return ""
-    if slot == MASTER:
-        slot = "fp32_param" if form is None else "param"
-    return f"optimizer.state.{slot}."
-
-
-@dataclass(frozen=True)
-class Holders:
-    """Which global rank writes which box of a logical tensor, each element once."""
-
-    native: Run
-    aim: Goal
-
-    def boxes(self, name: str, logical: LogicalTensor) -> Iterator[tuple[Box, int]]:
-        """The boxes of a tensor in rank order, with the rank whose file holds them."""
-        topology = self.aim.topology
-        rule = names.tp_rule(name, self.native.model, self.native.mla_down)
-        per_stage = len(run.places(topology))
-        stage = self._stage(name)
-        seen: set[Box] = set()
-        for spot in run.places(topology):
-            if rule.expert:
-                experts = need(self.native.model.experts, "experts") // topology.ep
-                if int(name.partition(".experts.")[2].partition(".")[0]) // experts != spot.ep:
-                    continue
-            for part in shard(name, logical.extent, rule, topology, spot).parts:
-                if part.box not in seen:
-                    seen.add(part.box)
-                    yield part.box, stage * per_stage + spot.rank
-
-    def _stage(self, name: str) -> int:
-        """The pipeline stage that holds a tensor (the first, where several do)."""
-        parts = name.split(".")
-        pipe = self.aim.pipeline
-        if name.startswith("decoder.layers."):
-            return pipe.where(int(parts[2]))[0]
-        for p, row in enumerate(pipe.chunks):
-            for chunk in row:
-                if name.startswith("embedding.") and chunk.embedding:
-                    return p
-                if name.startswith("output_layer.") and chunk.head:
-                    return p
-                if name.startswith("decoder.final") and chunk.final_norm:
-                    return p
-                if name.startswith("mtp.layers.") and int(parts[2]) in chunk.mtp:
-                    return p
-        return 0
 
 
 def _objects(
@@ -330,8 +239,8 @@ def _objects(
     per_stage = len(run.places(aim.topology))
     for key, value in extra_states(source, native, aim, style):
         out.setdefault(0, []).append(ObjectItem(key, value))
-    grid = run.rng_grid(aim.topology)
-    states, fates, losses = run.rng_states(native, aim.topology, grid)
+    grid = run_rng.rng_grid(aim.topology)
+    states, fates, losses = run_rng.rng_states(native, aim.topology, grid)
     size = "_".join((".".join(map(str, grid)),))
     for position, state in states.items():
         rank = position[0] * per_stage + position[1]
@@ -370,9 +279,8 @@ def extra_states(
     # tied or not, an output layer has no extra state here
     model = replace(native.model, experts_form=_experts_form(native, aim), tied=False)
     for chunk in (c for row in aim.pipeline.chunks for c in row):
-        entries = names.legacy_entries(model, chunk, spec=aim.spec)
-        for legacy, canonical in entries:
-            if canonical is None and not legacy.startswith("output_layer."):
+        for legacy in module_order.extra_states(model, chunk, spec=aim.spec):
+            if not legacy.startswith("output_layer."):
                 yield _extra_key(legacy, chunk.layers, style, layers, experts), [None]
 
 
@@ -394,73 +302,6 @@ def _extra_key(
     return f"{key}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
 
 
-def _files(
-    native: Run,
-    items: Sequence[_Item],
-    keys: _Keys,
-    objects: Mapping[int, list[ObjectItem]],
-    aim: Goal,
-) -> tuple[list[Draft], dict[str, object], dict[TensorId, list[Piece]]]:
-    """One `.distcp` per rank that holds anything: objects first, then tensors in order."""
-    by_rank: dict[int, list[_Item]] = {}
-    for item in items:
-        by_rank.setdefault(item.rank, []).append(item)
-    drafts: list[Draft] = []
-    pieces: dict[TensorId, list[Piece]] = {}
-    chunks: dict[str, list[dcp.Chunk]] = {}
-    stored: dict[str, dcp.Place] = {}
-    for rank in sorted(by_rank.keys() | objects.keys()):
-        mine = by_rank.get(rank, [])
-        others = objects.get(rank, [])
-        wanted: list[TensorItem | ObjectItem] = list(others)
-        wanted += [_tensor_item(item, keys) for item in mine]
-        made = dcp.distcp_file(f"__{rank}_0.distcp", wanted)
-        drafts.append(made.draft)
-        for entry, spot in zip(others, made.places, strict=False):
-            stored[entry.key] = spot
-        tail = len(others)
-        for item, spot, array in zip(mine, made.places[tail:], made.arrays[tail:], strict=True):
-            if array is None:
-                continue
-            offsets, sizes = _chunk_box(item)
-            chunks.setdefault(item.key, []).append(dcp.Chunk(offsets, sizes, spot))
-            pieces.setdefault(item.tensor, []).append(place(item.box, array, (0,) * len(sizes)))
-    return drafts, {"chunks": chunks, "objects": stored}, pieces
-
-
-def _chunk_box(item: _Item) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (*item.index, *item.box.start), (*(1 for _ in item.index), *item.box.shape)
-
-
-def _tensor_item(item: _Item, keys: _Keys) -> TensorItem:
-    offsets, sizes = _chunk_box(item)
-    return TensorItem(item.key, offsets, sizes, named(keys.shapes[item.key][2]))
-
-
-def _metadata(keys: _Keys, places: Mapping[str, object]) -> Draft:
-    chunks, stored = places["chunks"], places["objects"]
-    assert isinstance(chunks, dict)
-    assert isinstance(stored, dict)
-    entries = {}
-    for key, (_, _, dtype) in keys.shapes.items():
-        shape = keys.shape(key)
-        entries[key] = TensorEntry(shape, named(dtype), chunks[key])
-        held = sum(_volume(c.sizes) for c in chunks[key])
-        if held != _volume(shape):
-            raise CoverageError(
-                f"{key}: {held} of {_volume(shape)} elements have a place; layers or experts are "
-                "missing from the source"
-            )
-    return Draft(".metadata", len(raw := dcp.MetadataDraft(entries, stored).pickled()), [(0, raw)])
-
-
-def _volume(shape: Sequence[int]) -> int:
-    n = 1
-    for d in shape:
-        n *= d
-    return n
-
-
 def _literal(name: str, text: str) -> Draft:
     return Draft(name, len(text.encode()), [(0, text.encode())])
 
@@ -476,6 +317,7 @@ def _common(
     with_optimizer = native.optimizer is not None and any(t.slot != PARAM for t in tensors)
     changes = {
         **aim.flags,
+        **aim.precision,
         "ckpt_format": "torch_dist",
         "use_dist_ckpt": True,
         "dist_ckpt_optim_fully_reshardable": form == FULLY_RESHARDABLE,

@@ -10,7 +10,7 @@ g-v012-fsms-tp2pp2dp2, made-v012-llama-tp2dp2-fsms, made-v014-moe-pp2ep2-fsms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -111,18 +111,16 @@ def grid(
     return Grid(shards, tuple(n // s for n, s in zip(rest, shards, strict=True)), transposed)
 
 
-def located(
-    made: Grid, axes: int, chunks: Iterable[tuple[Chunk, StoredArray]]
-) -> dict[tuple[int, ...], list[Piece]]:
-    """Pieces of every tensor of a key, by the index of its leading axes."""
-    out: dict[tuple[int, ...], list[Piece]] = {}
-    for chunk, array in chunks:
-        steps = row_major(chunk.sizes)
-        heads = Box.at(chunk.offsets[:-1], chunk.sizes[:-1])
-        for at in _indices(heads):
-            base = sum(s * (i - a) for s, i, a in zip(steps[:-1], at, heads.start, strict=True))
-            found = made.pieces(at[axes:], chunk.offsets[-1], array, base)
-            out.setdefault(at[:axes], []).extend(found)
+def pieces(made: Grid, index: Sequence[int], chunk: Chunk, array: StoredArray) -> list[Piece]:
+    """Pieces in one chunk of the tensor at this index of the key's leading axes."""
+    axes = len(index)
+    steps = row_major(chunk.sizes)
+    heads = Box.at(chunk.offsets[axes:-1], chunk.sizes[axes:-1])
+    out: list[Piece] = []
+    for rest in _indices(heads):
+        at = (*index, *rest)
+        base = sum(s * (i - a) for s, i, a in zip(steps, at, chunk.offsets, strict=False))
+        out += made.pieces(rest, chunk.offsets[-1], array, base)
     return out
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from reshard.checkpoint import Checkpoint, Json, consumed_samples
-from reshard.dtypes import DType
+from reshard.containers.carried import Carried
+from reshard.dtypes import DType, named
 from reshard.errors import FormatError, LossError, UsageError
-from reshard.format import Fate, Loss
+from reshard.format import Fate, Loss, WriteOptions
+from reshard.scaler import LossScale, loss_scale
 from reshard.tensor import EXP_AVG, EXP_AVG_SQ, MASTER, PARAM, STEP, TensorId
 from reshard.topology import Target, Topology
 
-from . import names
+from . import names, optim_groups
+from .carry import tensor_of
 from .run import Optimizer, Options, Run, common_step
 from .sizes import sizes
 
@@ -26,7 +31,7 @@ _STRANGE = ("amsgrad", "maximize")
 SAMPLES = "samples"
 
 
-def run_of(source: Checkpoint, target: Target) -> Run:
+def run_of(source: Checkpoint, target: Target, options: WriteOptions) -> Run:
     """The run that would have saved these tensors, by the args that the translation gives.
 
     Raises FormatError for a source that no family has translated, LossError for an optimizer that
@@ -42,9 +47,14 @@ def run_of(source: Checkpoint, target: Target) -> Run:
     common: dict[str, object] = {"checkpoint_version": 3.0, "iteration": 0}
     optimizer = None
     if any(t.slot != PARAM for t in source.layout.tensors):
+        precision = precision_of(source, options)
         optimizer = optimizer_of(source)
+        scale = loss_scale(source.extras) if precision.name == "float16" else None
+        optimizer = replace(optimizer, scaler=_scaler(scale))
         samples = _samples(source, target)
-        plain |= _training_args(source, optimizer, samples)
+        plain |= _training_args(source, optimizer, samples, precision)
+        if scale is not None:
+            plain |= {"loss_scale_window": scale.window, "hysteresis": scale.full}
         common |= {
             "iteration": source.iteration or 0,
             "opt_param_scheduler": _schedule(optimizer, samples),
@@ -80,7 +90,7 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
                 f"{name}: the source has moments for it and no param group, so its options are "
                 "not known. Convert with --weights-only."
             )
-        kinds[names.decays(name, len(logical.shape))].append(name)
+        kinds[optim_groups.decays(name, len(logical.shape))].append(name)
     decay = _decay(kinds, options_of)
     first = next(iter(shapes))
     for name in shapes:
@@ -94,6 +104,14 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
         if members
     )
     return Optimizer(groups, step, step_in_groups=True, distributed=True)
+
+
+def _scaler(scale: LossScale | None) -> Carried | None:
+    """DynamicGradScaler's state. Source: grad_scaler.py state_dict @ core_v0.16.1."""
+    if scale is None:
+        return None
+    made = tensor_of(struct.pack("<f", scale.scale), "float32", "scaler/scale")
+    return Carried({"scale": made.obj, **scale.for_megatron()}, made.values)
 
 
 def _check_slots(source: Checkpoint) -> None:
@@ -207,13 +225,15 @@ def _samples(source: Checkpoint, target: Target) -> int:
     return found
 
 
-def _training_args(source: Checkpoint, optimizer: Optimizer, samples: int) -> dict[str, object]:
+def _training_args(
+    source: Checkpoint, optimizer: Optimizer, samples: int, precision: DType
+) -> dict[str, object]:
     options = optimizer.groups[0]
     betas = options.get("betas")
     assert isinstance(betas, tuple)
     return {
-        "bf16": True,
-        "fp16": False,
+        "bf16": precision.name == "bfloat16",
+        "fp16": precision.name == "float16",
         "optimizer": "adam",
         "adam_beta1": betas[0],
         "adam_beta2": betas[1],
@@ -248,31 +268,49 @@ def _schedule(optimizer: Optimizer, samples: int) -> dict[str, object]:
     }
 
 
-def master_of(source: Checkpoint, tensor: TensorId, written: DType) -> TensorId | None:
-    """The master that is to be made of a trained weight of a source that keeps but one copy.
+#: The dtypes that a Megatron run computes in. Source: arguments.py @ core_v0.16.1.
+_PRECISIONS = ("bfloat16", "float16", "float32")
 
-    Raises LossError where the weight would not be written in bf16: no other Megatron run is.
+
+def precision_of(source: Checkpoint, options: WriteOptions) -> DType:
+    """The dtype that the trained weights are written in, which is what the run computes in.
+
+    Raises LossError where the weights are of several, or of one that no Megatron run has.
     """
-    trained = TensorId(tensor.name, EXP_AVG) in source.layout.tensors
-    if tensor.slot != PARAM or not trained:
-        return None
-    if written.name != "bfloat16":
+    found: dict[str, str] = {}
+    for tensor, logical in source.layout.tensors.items():
+        trained = TensorId(tensor.name, EXP_AVG) in source.layout.tensors
+        if not trained or logical.fixed or tensor.slot not in (PARAM, MASTER):
+            continue
+        if tensor.slot == MASTER and TensorId(tensor.name) in source.layout.tensors:
+            continue
+        lone = "bfloat16" if tensor.slot == MASTER else logical.dtype.name
+        found.setdefault(named(options.dtype).name if options.dtype else lone, tensor.name)
+    told = ", ".join(f"{name} {kind}" for kind, name in found.items())
+    if len(found) > 1:
         raise LossError(
-            f"{tensor}: would be written in {written.name}. Megatron's optimizer is written for "
-            "bf16 weights with fp32 masters: add --dtype bf16 (masters keep every bit of the "
-            "source), or convert with --weights-only."
+            f"trained weights would be written in several dtypes ({told}), and a Megatron run has "
+            "one. Say which with --dtype; masters keep every bit of the source."
         )
-    master = TensorId(tensor.name, MASTER)
-    return None if master in source.layout.tensors else master
+    kind = next(iter(found), "bfloat16")
+    if kind not in _PRECISIONS:
+        raise LossError(
+            f"{told}: a Megatron run computes in {', '.join(_PRECISIONS)}. Say which with --dtype."
+        )
+    return named(kind)
 
 
-def foreign_fates(source: Checkpoint) -> tuple[list[Fate], list[Loss]]:
+def foreign_fates(source: Checkpoint, run: Run) -> tuple[list[Fate], list[Loss]]:
     """What becomes of the fields of another framework's checkpoint."""
     fates: list[Fate] = []
     losses: list[Loss] = []
     trained = any(t.slot != PARAM for t in source.layout.tensors)
+    scale = loss_scale(source.extras) if run.optimizer and run.optimizer.scaler else None
     for path in source.extras:
         if path.startswith(_ARGS) or path in ("config", "ties"):
+            continue
+        if scale is not None and path in scale.fields:
+            fates.append(Fate(path, "remap", "grad_scaler; --loss-scale-window, --hysteresis"))
             continue
         last = path.rpartition(".")[2]
         if trained and last in ("consumed_train_samples", "global_samples", "last_epoch"):
@@ -289,15 +327,39 @@ def foreign_fates(source: Checkpoint) -> tuple[list[Fate], list[Loss]]:
     return fates, losses
 
 
+def foreign_notes(source: Checkpoint, run: Run) -> tuple[str, ...]:
+    """What a person should know who takes another framework's fp32 weights for a bf16 run."""
+    trained = run is not source.native and run.optimizer is not None
+    if not trained or run.args.get("bf16") or run.args.get("fp16"):
+        return ()
+    return (
+        "the trained weights are fp32, so this is an fp32 run; a job that computes in bf16 needs "
+        "--dtype bf16 (masters keep every bit)",
+    )
+
+
 def foreign_recipe(run: Run) -> dict[str, Json]:
     """What a job needs to know of a checkpoint that another framework trained."""
     if run.optimizer is None:
         return {}
     rate = run.optimizer.groups[0].get("lr")
+    kind = next((k for k in ("bf16", "fp16") if run.args.get(k)), None)
     return {
         "also": ["--override-opt_param-scheduler", "--no-load-rng"],
+        **_scaling(run),
+        "precision": f"--{kind}"
+        if kind
+        else "neither --bf16 nor --fp16; a bf16 job needs --dtype bf16",
         "schedule": (
             f"the job's own at {run.args['consumed_train_samples']} samples; the source's next "
             f"step would have had lr {rate}"
         ),
     }
+
+
+def _scaling(run: Run) -> dict[str, Json]:
+    """The flags of the loss scale, which Megatron keeps in no checkpoint."""
+    if run.optimizer is None or run.optimizer.scaler is None:
+        return {}
+    window, full = run.args.get("loss_scale_window"), run.args.get("hysteresis")
+    return {"loss_scale": f"--loss-scale-window {window} --hysteresis {full}"}

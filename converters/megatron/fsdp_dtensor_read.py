@@ -12,7 +12,6 @@ sharded_param_state_fsdp_dtensor @ core_v0.16.1 (read, never run: it needs a GPU
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,24 +41,12 @@ from .run import Optimizer, Options, Run
 from .sizes import Sizes, sizes
 from .stages import pipeline_of_args
 
-_MARK = b"param_to_group_meta"
 _MODEL = re.compile(r"model\d*\.(.+)")
 _STATE = re.compile(r"optimizer\.state\.(.+)\.(\w+)")
 _META = re.compile(r"optimizer\.param_to_group_meta\.(.+)\.(\w+)")
 _HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias)\d*)_([wv])")
 _SCHEDULE = "opt_param_scheduler."
 _LAYERS = range(1 << 20)  # layer numbers are global already
-
-
-def recognise(folder: Path) -> str | None:
-    """Why a folder is one: only Megatron-FSDP keeps param_to_group_meta in its .metadata."""
-    path = folder / dcp.METADATA
-    if (folder / "metadata.json").exists() or not path.is_file() or not path.stat().st_size:
-        return None
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data.find(_MARK) < 0:
-            return None
-    return "its .metadata names Megatron-FSDP's param_to_group_meta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +142,7 @@ def open_fsdp(folder: Path, options: OpenOptions) -> Checkpoint:
         steps=steps,
         iteration=iteration if isinstance(iteration, int) else None,
         extras=run.extras(native),
+        rows_left=run.rows_left(native),
         native=native,
     )
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from reshard.checkpoint import Checkpoint
+from reshard.containers.inert import Global
+from reshard.dtypes import named
 from reshard.errors import FormatError, LayoutError, UsageError
 from reshard.format import WriteOptions
-from reshard.tensor import LogicalTensor
+from reshard.tensor import PARAM, LogicalTensor
 from reshard.topology import Target, Topology, split_stages, topology
 
 from . import stages
@@ -29,6 +31,7 @@ class Goal:
     topology: Topology  # dp filled in
     pipeline: Pipeline
     flags: Mapping[str, object]  # pipeline options as Megatron's args name them
+    precision: Mapping[str, object]  # bf16, fp16, params_dtype; empty: the source's own
     rows: int | None  # padded vocabulary rows
     rows_before: int | None
     spec: str | None
@@ -78,7 +81,32 @@ def goal(source: Checkpoint, run: Run, target: Target, options: WriteOptions) ->
     if spec not in (None, LOCAL, TE):
         raise UsageError(f"spec={spec}: choose {LOCAL} or {TE}")
     optim = chosen.get("optim")
-    return Goal(wanted, pipe, flags, rows, before, spec, optim, tuple(notes))
+    told = _precision(source, run, options)
+    return Goal(wanted, pipe, flags, told, rows, before, spec, optim, tuple(notes))
+
+
+#: Dtypes that a Megatron run trains in, and the flags that ask for them.
+#: Source: megatron/training/arguments.py validate_args @ core_v0.16.1: params_dtype follows them.
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
+
+
+def _precision(source: Checkpoint, run: Run, options: WriteOptions) -> dict[str, object]:
+    """bf16, fp16 and params_dtype, where --dtype or a source of another framework decides them."""
+    kind = named(options.dtype).name if options.dtype else None
+    if kind is None and run is not source.native:
+        sizes: dict[str, int] = {}
+        for tensor, logical in source.layout.tensors.items():
+            if tensor.slot == PARAM:
+                sizes[logical.dtype.name] = sizes.get(logical.dtype.name, 0) + logical.nbytes
+        kind = max(sizes, key=lambda k: sizes[k], default=None)
+    if kind not in _PRECISIONS:
+        return {}
+    flag = _PRECISIONS[kind]
+    return {
+        "bf16": flag == "bf16",
+        "fp16": flag == "fp16",
+        "params_dtype": Global("torch", kind),
+    }
 
 
 def _pipeline(
@@ -118,11 +146,11 @@ def _pipeline(
     return pipe, flags
 
 
-def _count(chosen: Mapping[str, str], name: str) -> int | None:
+def _count(chosen: Mapping[str, str], name: str, of: str = "layers") -> int | None:
     if name not in chosen:
         return None
-    if not chosen[name].isdigit():
-        raise UsageError(f"{name}={chosen[name]}: a number of layers is expected")
+    if not chosen[name].isdecimal() or (of != "layers" and not int(chosen[name])):
+        raise UsageError(f"{name}={chosen[name]}: a number of {of} is expected")
     return int(chosen[name])
 
 
@@ -168,7 +196,7 @@ def _rows(
         return before
     if like is not None and like.model.padded_vocab:
         return like.model.padded_vocab
-    divisor = _count(chosen, "vocab_divisor") or run.model.vocab_divisor
+    divisor = _count(chosen, "vocab_divisor", "rows") or run.model.vocab_divisor
     if divisor is None:
         if before % wanted.tp:
             raise LayoutError(

@@ -16,13 +16,13 @@ from reshard.layout import Piece, StoredArray
 from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
-from . import names
+from . import names, tp_rules
 from .dist_read import true_shape
 from .legacy_ranks import RankFile
-from .names import Rule
 from .qkv_order import row_order
 from .shards import global_shape, shard
 from .sizes import Sizes
+from .tp_rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Holdings:
         found = self.rules.get(name)
         if found is None:
             try:
-                found = names.tp_rule(name, self.model, self.mla_down)
+                found = tp_rules.tp_rule(name, self.model, self.mla_down)
             except LayoutError:
                 if self.topology.tp > 1 or self.topology.expert_tp > 1:
                     raise

@@ -17,7 +17,7 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.errors import CorruptError, FormatError
 from reshard.tensor import MASTER, TensorId
 
-from . import buckets, names, run
+from . import buckets, module_order, names, run
 from .buckets import Buffer
 from .carry import mapping, plain, sequence
 from .legacy_held import Entry, Holdings, Param
@@ -58,6 +58,7 @@ class OptimizerReader:
     _distributed: bool = False
     _chained: bool = False
     _read: set[str] = field(default_factory=set)
+    left: bool = False  # whether an optimizer is there that was not read
 
     def optimizer(self) -> Optimizer | None:
         """The optimizers of the run; the step is None if parameters disagree on it."""
@@ -81,6 +82,7 @@ class OptimizerReader:
         self, rank: RankFile, file: TorchFile, root: Mapping[object, object], params: list[Param]
     ) -> None:
         """Take in one rank file. Raises FormatError or CorruptError for what does not fit."""
+        self.left |= self.weights_only and root.get("optimizer") is not None
         if self.weights_only or root.get("optimizer") is None:
             if (self.folder / rank.distributed).exists() and not self.weights_only:
                 raise CorruptError(f"{file.path} has no optimizer, and {rank.distributed} is there")
@@ -315,7 +317,7 @@ class OptimizerReader:
         native = self.native
         assert native.pipeline is not None
         stage: Sequence[Chunk] = native.pipeline.chunks[rank.stage]
-        own = names.shared_embedding(native.model, stage[chunk], native.topology.pp)
+        own = module_order.shared_embedding(native.model, stage[chunk], native.topology.pp)
         dp = run.data_parallel(native.topology)
         size = buckets.bucket_size_of_args(native.args, rank.stage, chunk, dp, numel)
         try:

@@ -10,7 +10,7 @@ from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
 from reshard.topology import Topology, topology
 
-from .run import Place, writers
+from .run import Place, places, writers
 from .sizes import Sizes
 
 MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
@@ -87,6 +87,27 @@ def checked_files(folder: Path, degrees: Topology) -> list[RankFile]:
             "include this one. Two checkpoints are mixed in this folder."
         )
     return wanted
+
+
+def refuse_swapped(folder: Path, degrees: Topology, said: Mapping[RankFile, object]) -> None:
+    """Raises CorruptError for files whose args say one another's rank.
+
+    `said`: the args.rank of every file; tools that write all files in one process leave one
+    rank's in all, which says nothing.
+    Source: megatron/training/checkpointing.py save_checkpoint @ core_v0.16.1; fixtures a to g.
+    """
+    each = len(places(degrees))
+    wanted = {file: file.stage * each + file.place.rank for file in said}
+    if sorted(map(str, said.values())) != sorted(map(str, wanted.values())):
+        return
+    for file, rank in said.items():
+        if rank != wanted[file]:
+            other = next(f for f in said if wanted[f] == rank)
+            raise CorruptError(
+                f"{folder / file.model}: its args say rank {rank}, which writes {other.model}; "
+                f"this is rank {wanted[file]}'s place. Files have been swapped or renamed: give "
+                "them their names back, or copy the checkpoint again."
+            )
 
 
 def said_degrees(args: Mapping[str, object], model: Sizes) -> dict[str, int]:

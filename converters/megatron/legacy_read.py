@@ -18,11 +18,19 @@ from reshard.layout import Layout, Piece
 from reshard.tensor import PARAM, TensorId
 from reshard.topology import Topology
 
-from . import names, nested_names, old_args, precision_aware, run
+from . import module_order, names, nested_names, old_args, precision_aware, run, run_rng
 from .carry import fields_of, mapping, plain
 from .legacy_held import Entry, Experts, Holdings, Param, Spot, spots_of
 from .legacy_optim import OptimizerReader
-from .legacy_ranks import MODEL, RankFile, checked_files, degrees_of, found_folders, said_degrees
+from .legacy_ranks import (
+    MODEL,
+    RankFile,
+    checked_files,
+    degrees_of,
+    found_folders,
+    refuse_swapped,
+    said_degrees,
+)
 from .run import Run
 from .sizes import LEGACY_GROUPED, LOCAL, SEQUENTIAL, TE, TE_GROUPED, Sizes, need, sizes
 from .stages import Chunk, pipeline_of_args
@@ -30,13 +38,6 @@ from .stages import Chunk, pipeline_of_args
 NAME = "megatron-legacy"
 _KNOWN = {*run.KEPT, "args", "optimizer", "lr_scheduler", "rng_state", "total_iters"}
 _MODEL = re.compile(r"model\d*")
-
-
-def recognise(folder: Path) -> str | None:
-    """Why a folder is a legacy checkpoint, or None."""
-    if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
-        return "holds mp_rank_*/model_optim_rng.pt"
-    return None
 
 
 def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
@@ -50,11 +51,13 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
     reader = OptimizerReader(folder, native, holdings, options.weights_only)
     head = Head.of(native, options)
     rng: dict[tuple[int, ...], Carried] = {}
-    grid = run.rng_grid(native.topology)
+    grid = run_rng.rng_grid(native.topology)
+    ranks: dict[RankFile, object] = {}
     for rank in files:
         file = torchfile.load(folder / rank.model, rank.model)
         root = mapping(file.root, rank.model)
         head.check(root, folder / rank.model)
+        ranks[rank] = _args(root, folder / rank.model).get("rank")
         params = list(_params(native, rank, file, root))
         native = _shown(native, [p.key for p in params])
         holdings.add(rank, rank.model, [_weight(file, root, p, s) for p in params for s in p.spots])
@@ -62,6 +65,7 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
         if root.get("rng_state") is not None:
             position = (rank.stage, rank.place.tp, rank.place.dp)[: len(grid)]
             rng[position] = _rng(file, root, position)
+    refuse_swapped(folder, native.topology, ranks)
     common = {**native.common, "checkpoint_version": 3.0}  # what is read is in today's order
     native = replace(native, common=common, optimizer=reader.optimizer(), rng=rng, rng_grid=grid)
     tensors = dict(holdings.tensors)
@@ -81,6 +85,8 @@ def open_legacy(folder: Path, options: OpenOptions) -> Checkpoint:
         steps={**steps, **reader.steps},
         iteration=_iteration(folder, native),
         extras=run.extras(native),
+        rows_left=run.rows_left(native),
+        optimizer_left=reader.left,
         problems=(*_problems(native, holdings), *notes),
         native=native,
     )
@@ -365,7 +371,7 @@ def _problems(native: Run, holdings: Holdings) -> Iterator[str]:
     missing: list[str] = []
     try:
         for chunk in (c for row in native.pipeline.chunks for c in row):
-            for _, name in names.legacy_entries(native.model, chunk, spec=native.spec):
+            for _, name in module_order.legacy_entries(native.model, chunk, spec=native.spec):
                 if name and "{expert}" not in name and TensorId(name) not in holdings.tensors:
                     missing.append(name)
     except ReshardError:

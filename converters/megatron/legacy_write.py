@@ -16,9 +16,10 @@ from reshard.layout import Draft, Layout
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
 
-from . import names, run
+from . import module_order, names, run, run_rng
 from .carry import numbered
-from .dist_write import dropped, native_run, run_folder, vocab_of
+from .dist_write import dropped, from_masters, native_run, run_folder, vocab_of
+from .from_family import foreign_fates, foreign_notes, foreign_recipe
 from .goal import Goal, goal
 from .legacy_held import Entry, Experts, Holdings, Param, spots_of
 from .legacy_ranks import RankFile, rank_files
@@ -71,10 +72,15 @@ class Shape:
         found = self.logical(name)
         return self.aim.padded(found, name in _VOCAB) or found.shape
 
+    @property
+    def foreign(self) -> bool:
+        """Whether the source is another framework's."""
+        return self.native is not self.source.native
+
     def state_dtype(self, name: str, slot: str) -> DType:
-        """The type of an optimizer slot; masters made from weights are fp32."""
+        """The type of an optimizer slot: fp32 for what Megatron did not write itself."""
         found = self.source.layout.tensors.get(TensorId(name, slot))
-        return found.dtype if found is not None else named("float32")
+        return named("float32") if found is None or self.foreign else found.dtype
 
 
 def declare_legacy(source: Checkpoint, target: Target, options: WriteOptions) -> Declaration:
@@ -83,12 +89,7 @@ def declare_legacy(source: Checkpoint, target: Target, options: WriteOptions) ->
     A source whose optimizer is distributed gets Float16Optimizer's form, per parameter.
     Raises FormatError for optim=…: distrib_optim.pt is not written.
     """
-    native = native_run(source, target)
-    if native is not source.native and native.optimizer is not None:
-        raise FormatError(
-            f"{source.path}: an optimizer of {source.format} is written as torch_dist: convert "
-            "--to megatron:…, and that --to megatron-legacy:…; or convert with --weights-only."
-        )
+    native = native_run(source, target, options)
     aim = goal(source, native, target, options)
     if aim.optim not in (None, "non_distributed"):
         raise FormatError(
@@ -108,6 +109,13 @@ def declare_legacy(source: Checkpoint, target: Target, options: WriteOptions) ->
     made = Layout(holdings.tensors, holdings.pieces, "megatron")
     _check_like(options, drafts, made)
     folder, tracker = run_folder(native)
+    fates += [*_state_fates(native, shape), *rng_fates, *dropped(native)]
+    recipe = _recipe(native, aim, shape, rng_fates)
+    if shape.foreign:
+        told, more = foreign_fates(source, native)
+        fates, losses = [*fates, *told], [*losses, *more]
+        recipe = {**recipe, **foreign_recipe(native)}
+    feeds, explained = from_masters(source, holdings.tensors) if shape.groups else ({}, frozenset())
     return Declaration(
         format=NAME,
         topology=aim.topology,
@@ -116,9 +124,11 @@ def declare_legacy(source: Checkpoint, target: Target, options: WriteOptions) ->
         drafts=drafts,
         trackers={"latest_checkpointed_iteration.txt": tracker.encode()},
         losses=tuple(losses),
-        notes=(*aim.notes, *_notes(native, shape)),
-        fates=(*fates, *_state_fates(native, shape), *rng_fates, *dropped(native)),
-        recipe=_recipe(native, aim, shape, rng_fates),
+        notes=(*aim.notes, *_notes(native, shape), *foreign_notes(source, native)),
+        fates=tuple(fates),
+        recipe=recipe,
+        explained=explained,
+        feeds=feeds,
         vocab_size=vocab_of(holdings.tensors),
     )
 
@@ -170,7 +180,8 @@ def _mla_down(native: Run, aim: Goal) -> bool | None:
 def _args(native: Run, aim: Goal, shape: Shape) -> tuple[Record | None, list[Fate], list[Loss]]:
     if not native.args:
         return None, [], []
-    changes: dict[str, object] = {**aim.flags, "ckpt_format": "torch", "use_dist_ckpt": False}
+    changes: dict[str, object] = {**aim.flags, **aim.precision, "ckpt_format": "torch"}
+    changes["use_dist_ckpt"] = False
     if shape.groups:
         changes["use_distributed_optimizer"] = False
     if aim.rows is not None:
@@ -257,7 +268,7 @@ class _Writer:
 
     def _model(self, v: int, chunk: Chunk) -> Ordered:
         shape = self.shape
-        entries = names.legacy_entries(
+        entries = module_order.legacy_entries(
             shape.model,
             chunk,
             spec=shape.aim.spec,
@@ -397,7 +408,7 @@ class _Writer:
 
 def _position(rank: RankFile, aim: Goal) -> tuple[int, ...]:
     """Where on the grid of random states the rank that writes a file is."""
-    grid = run.rng_grid(aim.topology)
+    grid = run_rng.rng_grid(aim.topology)
     return (rank.stage, rank.place.tp, rank.place.dp)[: len(grid)]
 
 
@@ -405,12 +416,12 @@ def _rng(
     native: Run, aim: Goal
 ) -> tuple[Mapping[tuple[int, ...], Carried], list[Fate], list[Loss]]:
     """The random states: a legacy source of the same ranks has those of the files, not of all."""
-    grid = run.rng_grid(aim.topology)
+    grid = run_rng.rng_grid(aim.topology)
     wanted = [_position(rank, aim) for rank in rank_files(aim.topology)]
-    if wanted and run.keeps_rng(native, aim.topology, grid, wanted):
+    if wanted and run_rng.keeps_rng(native, aim.topology, grid, wanted):
         kept = {p: native.rng[p] for p in wanted}
         return kept, [Fate("rng_state", "keep", "the rank set is the same")], []
-    return run.rng_states(native, aim.topology, grid)
+    return run_rng.rng_states(native, aim.topology, grid)
 
 
 # --- what is said of it --------------------------------------------------------------------------
@@ -437,7 +448,8 @@ def _state_fates(native: Run, shape: Shape) -> Iterator[Fate]:
 
 
 def _notes(native: Run, shape: Shape) -> Iterator[str]:
-    if shape.groups and native.optimizer is not None and native.optimizer.distributed:
+    distributed = native.optimizer is not None and native.optimizer.distributed
+    if shape.groups and distributed and not shape.foreign:
         yield (
             "the distributed optimizer's state is written per parameter, for a job without "
             "--use-distributed-optimizer"

@@ -37,6 +37,7 @@ GIVEN: Mapping[str, Callable[[str], object]] = {
             "make_vocab_size_divisible_by", "num_experts", "moe_ffn_hidden_size",
             "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
             "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "seed", "padded_vocab_size",
+            "ddp_bucket_size",
         ),
         _number,
     ),
@@ -70,6 +71,8 @@ def given(args: Mapping[str, object], options: OpenOptions) -> dict[str, object]
                 f"--from says {name}={text}, the checkpoint's args say {name}={out[name]}"
             )
         out[name] = value
+    if out.get("ddp_bucket_size") and out.get("overlap_grad_reduce") is None:
+        out["overlap_grad_reduce"] = True  # buckets are cut only then
     if options.vocab_size is not None and out.get("vocab_size") is None:
         # Megatron's NullTokenizer counts one more (sizes._vocab)
         null = out.get("tokenizer_type") == "NullTokenizer"

@@ -13,12 +13,12 @@ from reshard.containers.inert import Global, Record, TensorRef, globals_in
 from reshard.dtypes import named
 from reshard.errors import CorruptError, FormatError, LayoutError, LossError
 from reshard.format import Fate, Loss
+from reshard.scaler import MEGATRON as GRAD_SCALER
 from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
-from . import names
-from .carry import plain, tensor_of
-from .rng import RankOfRng, derive
+from . import names, optim_groups
+from .carry import plain, scalar
 from .sizes import Sizes, sizes
 from .stages import Pipeline
 
@@ -197,8 +197,8 @@ def param_groups(
 def group_of(run: Run, name: str, ndim: int, ep: int | None = None) -> int:
     """Which recorded group holds a parameter."""
     assert run.optimizer is not None
-    expert = names.is_expert_parallel(name, run.topology.ep if ep is None else ep)
-    decays = names.decays(name, ndim) or (
+    expert = optim_groups.is_expert_parallel(name, run.topology.ep if ep is None else ep)
+    decays = optim_groups.decays(name, ndim) or (
         bool(run.args.get("apply_wd_to_qk_layernorm"))
         and name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))
     )
@@ -295,9 +295,6 @@ def target_args(
     if vocab is not None and counted is not None and vocab != counted:
         added = counted - int(str(run.args["vocab_size"]))  # the NullTokenizer's token
         rewritten["vocab_size"] = vocab - added
-        if vocab < counted:
-            detail = f"rows {vocab} to {counted - 1} count as true in the args; left out, as asked"
-            losses.append(Loss("rows-dropped", "vocabulary", detail))
     for name, value in run.args.items():
         if name in rewritten:
             kind = "keep" if plain(value) == plain(rewritten[name]) else "remap"
@@ -334,112 +331,15 @@ def unknown_globals(value: object) -> list[str]:
     return sorted({g.path for g in globals_in(value)} - ALLOWED - TORCH_DTYPES)
 
 
-# --- random states -------------------------------------------------------------------------------
-
-
-def rng_grid(topology: Topology) -> tuple[int, ...]:
-    """The grid of torch_dist's rng_state objects: (pp, tp), with expert parallelism (pp, tp, dp).
-
-    Source: megatron/training/checkpointing.py get_rng_state @ core_v0.16.1; fixtures a-tp4pp2,
-    c-pp2ep2.
-    """
-    if topology.ep > 1:
-        return (topology.pp, topology.tp, topology.cp * data_parallel(topology))
-    return (topology.pp, topology.tp)
-
-
-def rng_copies(run: Run, topology: Topology) -> int:
-    """How many ranks' states lie at one position: every data-parallel rank's if each has its own.
-
-    Source: --data-parallel-random-init in megatron/training/checkpointing.py get_rng_state, whose
-    load takes the state of its rank from the list @ core_v0.16.1.
-    """
-    return topology.cp * data_parallel(topology) if _own_states(run, topology) else 1
-
-
-def _own_states(run: Run, topology: Topology) -> bool:
-    return bool(run.args.get("data_parallel_random_init")) and topology.ep == 1
-
-
-def keeps_rng(
-    run: Run, topology: Topology, grid: tuple[int, ...], wanted: Sequence[tuple[int, ...]]
-) -> bool:
-    """Whether the run's random states at these positions are those of the same ranks."""
-    if run.rng_grid != grid or not all(p in run.rng for p in wanted):
-        return False
-    if not _own_states(run, topology):
-        return True
-    held = [run.rng[p].obj for p in wanted]
-    return all(isinstance(x, list) and len(x) == rng_copies(run, topology) for x in held)
-
-
-def rng_states(
-    run: Run, topology: Topology, grid: tuple[int, ...]
-) -> tuple[dict[tuple[int, ...], Carried], list[Fate], list[Loss]]:
-    """The random state of every position of a grid: kept for the same rank set, else derived."""
-    positions = _positions(grid)
-    if run.rng and keeps_rng(run, topology, grid, positions):
-        return (
-            {p: run.rng[p] for p in positions},
-            [Fate("rng_state", "keep", "the rank set is the same")],
-            [],
-        )
-    if not run.rng:
-        return {}, [], []
-    seed = run.args.get("seed")
-    step = run.common.get("iteration")
-    if not isinstance(seed, int) or not isinstance(step, int):
-        why = "args say no seed" if not isinstance(seed, int) else "no iteration is recorded"
-        return {}, [Fate("rng_state", "drop", why)], [Loss("rng-dropped", "rng_state", why)]
-    detail = f"from seed {seed}, iteration {step}, rank and stream, for another rank set"
-    made = {}
-    for p in positions:
-        ranks = [p[2]] if len(p) > 2 else range(rng_copies(run, topology))
-        one = [
-            _derived(seed, step, RankOfRng(p[0], p[1], dp), f"rng/{'/'.join(map(str, p))}/{dp}")
-            for dp in ranks
-        ]
-        values = {key: data for state in one for key, data in state.values.items()}
-        made[p] = Carried([state.obj for state in one], values)
-    return (
-        made,
-        [Fate("rng_state", "derive", detail)],
-        [Loss("rng-derived", "rng_state", detail)],
-    )
-
-
-def _derived(seed: int, step: int, rank: RankOfRng, key: str) -> Carried:
-    found = derive(seed, step, rank)
-    values: dict[str, bytes] = {}
-
-    def put(name: str, data: bytes) -> object:
-        made = tensor_of(data, "uint8", f"{key}/{name}")
-        values.update(made.values)
-        return made.obj
-
-    state = {
-        "random_rng_state": found.python,
-        "np_rng_state": found.numpy,
-        "torch_rng_state": put("torch", found.torch),
-        "cuda_rng_state": put("cuda", found.cuda),
-        "rng_tracker_states": {k: put(k, v) for k, v in found.tracker.items()},
-    }
-    return Carried(state, values)
-
-
-def _positions(grid: Sequence[int]) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = [()]
-    for n in grid:
-        out = [(*p, i) for p in out for i in range(n)]
-    return out
-
-
-def positions(grid: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every position of a grid, the last axis fastest."""
-    return _positions(grid)
-
-
 # --- what is printed -----------------------------------------------------------------------------
+
+
+def rows_left(run: Run) -> str | None:
+    """The rows that the args count as true and --vocab-size does not, in words; None for none."""
+    vocab, counted = run.model.vocab, sizes(run.args).vocab
+    if vocab is None or counted is None or vocab >= counted:
+        return None
+    return f"rows {vocab} to {counted - 1} count as true in the args; left out, as asked"
 
 
 def extras(run: Run) -> dict[str, Json]:
@@ -453,6 +353,11 @@ def extras(run: Run) -> dict[str, Json]:
             out[name] = shown
     for name, value in run.args.items():
         out[f"args.{name}"] = plain(value)
+    scaler = run.optimizer.scaler if run.optimizer is not None else None
+    if scaler is not None and isinstance(scaler.obj, Mapping):
+        for name, value in scaler.obj.items():
+            number = scalar(scaler, value)
+            out[f"{GRAD_SCALER}.{name}"] = plain(value) if number is None else number
     if run.rng:
         out["rng_state"] = f"{len(run.rng)} ranks, grid {list(run.rng_grid)}"
     return out

@@ -11,9 +11,9 @@ from reshard.errors import LayoutError
 from reshard.layout import Piece, StoredArray
 from reshard.topology import Topology, divide
 
-from .names import Rule
 from .run import Place
 from .sizes import Sizes
+from .tp_rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,9 @@ def check_degrees(model: Sizes, topology: Topology) -> None:
             f"self_attention.linear_qkv: {groups} query groups and tp={topology.tp}: one must "
             f"divide the other. Use tp in {{{', '.join(map(str, fits[:16]))}}}."
         )
+    if any(model.delta_layers) and model.delta_heads is not None:
+        for heads, what in zip(model.delta_heads, ("key heads", "value heads"), strict=True):
+            divide(heads, topology.tp, "self_attention.in_proj", f"linear attention {what}", "tp")
     if model.ffn is not None and not all(model.moe_layers or (False,)):
         divide(model.ffn, topology.tp, "mlp.linear_fc1", "ffn", "tp")
     if model.experts is None:

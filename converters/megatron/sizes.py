@@ -76,6 +76,8 @@ class Sizes:
     qk_dim: int | None = None
     qk_rope_dim: int | None = None
     v_dim: int | None = None
+    delta_layers: tuple[bool, ...] = ()  # one per layer: gated delta net in place of attention
+    delta_heads: tuple[int, int] | None = None  # of its keys and values
     mtp_layers: int = 0
     tied: bool | None = None
     vocab: int | None = None  # the true one
@@ -89,9 +91,12 @@ class Sizes:
 
     def need_known(self) -> Sizes:
         """These sizes, or a FormatError naming the features whose module order is not known."""
-        if self.unknown:
+        found = self.unknown
+        if any(self.delta_layers):
+            found += ("args.experimental_attention_variant='gated_delta_net'",)
+        if found:
             raise FormatError(
-                f"the args ask for {', '.join(self.unknown)}: the module order of such a model "
+                f"the args ask for {', '.join(found)}: the module order of such a model "
                 "is not known here. Use torch_dist without a bucketed optimizer, whose files name "
                 "every tensor."
             )
@@ -156,6 +161,8 @@ def sizes(args: Mapping[str, object]) -> Sizes:
         qk_dim=_int(args, "qk_head_dim") if mla else None,
         qk_rope_dim=_int(args, "qk_pos_emb_head_dim") if mla else None,
         v_dim=_int(args, "v_head_dim") if mla else None,
+        delta_layers=_delta_layers(args, layers),
+        delta_heads=_delta_heads(args),
         mtp_layers=_int(args, "mtp_num_layers") or 0,
         tied=None if untied is None else not untied,
         vocab=_vocab(args),
@@ -280,6 +287,35 @@ def _moe_layers(
     return tuple(bool(x) for x in pattern)
 
 
+_DELTA = "gated_delta_net"
+
+
+def _delta_layers(args: Mapping[str, object], layers: int | None) -> tuple[bool, ...]:
+    """Which layers are a gated delta net.
+
+    Source: experimental_attention_variant_module_specs.py get_linear_attention_pattern
+    @ core_v0.16.1.
+    """
+    pattern = _pattern(args, "linear_attention_freq")
+    if args.get("experimental_attention_variant") != _DELTA or layers is None or pattern is None:
+        return ()
+    if isinstance(pattern, int):
+        if pattern < 1:
+            raise FormatError(f"args.linear_attention_freq is {pattern}; it must be at least 1")
+        return tuple((i + 1) % pattern != 0 for i in range(layers))
+    if len(pattern) != layers:
+        raise FormatError(
+            f"args.linear_attention_freq names {len(pattern)} layers; the model has {layers}"
+        )
+    return tuple(bool(x) for x in pattern)
+
+
+def _delta_heads(args: Mapping[str, object]) -> tuple[int, int] | None:
+    keys = _int(args, "linear_num_key_heads")
+    values = _int(args, "linear_num_value_heads")
+    return None if keys is None or values is None else (keys, values)
+
+
 def _homogeneous(args: Mapping[str, object]) -> bool:
     """Whether torch_dist stacks the layers under one key.
 
@@ -312,7 +348,14 @@ def _unknown(args: Mapping[str, object]) -> tuple[str, ...]:
         "use_legacy_models",
         "use_te_op_fuser",
     )
-    found = [f"args.{key}={args[key]!r}" for key in keys if args.get(key)]
+    known = {"experimental_attention_variant": _DELTA}
+    if args.get("experimental_attention_variant") == _DELTA:
+        known["linear_attention_freq"] = str(args.get("linear_attention_freq"))
+    found = [
+        f"args.{key}={args[key]!r}"
+        for key in keys
+        if args.get(key) and str(args[key]) != known.get(key)
+    ]
     if _flag(args, "use_transformer_engine_op_fuser"):
         found.append("args.use_transformer_engine_op_fuser")
     return tuple(found)

@@ -47,6 +47,10 @@ class Arrays:
             out.append(StoredArray(file, 0, shape, dtype, key, file))
         return out
 
+    def located(self, key: str, entry: TensorEntry) -> list[StoredArray]:
+        """The stored array of each of a tensor's chunks."""
+        return self.arrays((key, chunk, entry.dtype) for chunk in entry.chunks)
+
 
 def blobs(folder: Path, metadata: Metadata) -> Arrays | dcp.Blobs:
     """What finds the elements of a folder's chunks."""

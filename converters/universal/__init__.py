@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
@@ -10,17 +9,18 @@ from reshard.format import Declaration, OpenOptions, WriteOptions
 from reshard.topology import Target
 
 
-@dataclass(frozen=True)
 class Universal:
     """The archive, and the hub for partial reads: whole tensors, whatever the source's cuts."""
 
-    name: str = "universal"
-    summary: str = "zarr v3 group of reshard: zarr.json, SLOT/TENSOR/c.*"
-    writes: bool = True
+    name = "universal"
+    summary = "zarr v3 group of reshard: zarr.json, SLOT/TENSOR/c.*"
+    writes = True
+    takes = frozenset({"vocab_size"})
+    compresses = True
 
     def recognise(self, folder: Path) -> str | None:
         """Why a folder is one."""
-        from .read import recognise
+        from .recognise import recognise
 
         return recognise(folder)
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint import Json
-from reshard.containers.inert_json import Reader, to_json
 from reshard.containers.small import JSON, read_small
 from reshard.containers.zarr3 import DOCUMENT, mapping
 from reshard.errors import CorruptError
 from reshard.layout import Draft
 
-#: The attribute of every node that is reshard's; "digest" in it seals the rest.
-KEY = "reshard"
+from .recognise import KEY
+
 #: Groups beside those of the slots.
 PACKED, NATIVE = "packed", "native"
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_.")
@@ -73,25 +72,6 @@ def unsealed(attributes: Mapping[str, Any], where: Path) -> dict[str, Any]:
 def _digest(body: object) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def strict(value: Json) -> Json:
-    """The value as JSON proper, which has no NaN and no infinity; `loose` gives it back."""
-    return to_json(_plain(value))
-
-
-def loose(value: object, where: Path) -> Any:
-    """What `strict` was given, tuples as lists."""
-    return Reader((), str(where)).read(value)
-
-
-def _plain(value: Json) -> object:
-    """The same with dicts and lists alone."""
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(v) for v in value]
-    return value
 
 
 def group(node: str, body: Mapping[str, Json]) -> Draft:

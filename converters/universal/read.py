@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -12,6 +11,7 @@ from typing import Any
 
 from reshard.checkpoint import Checkpoint
 from reshard.containers import zarr3
+from reshard.containers.state_json import loose
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions, unpack
 from reshard.layout import Layout, Piece, StoredArray
@@ -19,8 +19,8 @@ from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
 from . import state
-from .nodes import KEY, NATIVE, PACKED, loose, one_node, read_bytes, read_group, unsealed
-from .write import NAME
+from .nodes import NATIVE, PACKED, one_node, read_bytes, read_group, unsealed
+from .recognise import NAME
 
 _INDEXES = 4096  # shards whose indexes are kept
 
@@ -33,15 +33,6 @@ class Held:
     position: int  # among the source's tensors
     array: zarr3.Array
     start: int | None = None
-
-
-def recognise(folder: Path) -> str | None:
-    """Why a folder is a store: its root is a zarr group with reshard's attribute."""
-    try:
-        found = json.loads(read_bytes(folder / zarr3.DOCUMENT))
-        return f"zarr.json has the attribute {KEY!r}" if KEY in found["attributes"] else None
-    except (CorruptError, ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def open_universal(folder: Path, options: OpenOptions) -> Checkpoint:
@@ -163,6 +154,7 @@ def _with_native(checkpoint: Checkpoint, found: Mapping[str, Any]) -> Checkpoint
 
 
 def _check_given(folder: Path, options: OpenOptions, place_: Topology) -> None:
+    options.given.take()
     for degree, n in options.given.degrees.items():
         said = getattr(place_, degree)
         if said is not None and said != n:

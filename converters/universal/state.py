@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, Json, ParamGroup
+from reshard.containers.state_json import kept_groups, read_groups, strict
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, FormatError, UsageError
 from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology, parse_degrees, topology
-
-from .nodes import loose, strict
 
 #: The version of what is described in docs/universal.md.
 VERSION = 1
@@ -22,7 +21,8 @@ def root(source: Checkpoint, tensors: Mapping[TensorId, LogicalTensor]) -> dict[
     """Everything of a checkpoint that is neither tensor nor native, for these of its tensors."""
     names = {t.name for t in tensors}
     stateful = {t.name for t in tensors if t.slot != "param"}
-    groups = source.groups if stateful else None
+    stateless = all(t.slot == "param" for t in source.layout.tensors)  # plain SGD has groups alone
+    groups = source.groups if stateful or stateless else None
     return {
         "store": VERSION,
         "naming": source.layout.naming,
@@ -32,10 +32,7 @@ def root(source: Checkpoint, tensors: Mapping[TensorId, LogicalTensor]) -> dict[
         "family": source.family,
         "groups": None
         if groups is None
-        else [
-            {"options": strict(g.options), "members": [n for n in g.members if n in names]}
-            for g in groups
-        ],
+        else kept_groups([(g.options, g.members) for g in groups], names),
         "steps": strict({n: s for n, s in source.steps.items() if n in stateful}),
         "extras": strict(source.extras),
     }
@@ -55,9 +52,7 @@ def groups_of(found: Mapping[str, Any], where: Path) -> tuple[ParamGroup, ...] |
     listed = found["groups"]
     if listed is None:
         return None
-    if any(not isinstance(name, str) for g in listed for name in g["members"]):
-        raise CorruptError(f"{where}: a param group names what is no tensor")
-    return tuple(ParamGroup(loose(g["options"], where), tuple(g["members"])) for g in listed)
+    return tuple(ParamGroup(o, members) for o, members in read_groups(listed, where))
 
 
 def topology_of(found: Mapping[str, Any], where: Path) -> Topology:

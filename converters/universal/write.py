@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, Json
 from reshard.containers import zarr3
@@ -15,14 +16,17 @@ from reshard.dtypes import DType, named
 from reshard.errors import FormatError, UsageError
 from reshard.format import Declaration, Fate, Loss, WriteOptions, pack
 from reshard.layout import Draft, Layout, Piece
-from reshard.schema import dialects
+from reshard.namings import dialects
 from reshard.tensor import PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
+from reshard.workers import Each
 
 from . import state
-from .nodes import KEY, NATIVE, PACKED, group, node_name, sealed
+from .nodes import NATIVE, PACKED, group, node_name, sealed
+from .recognise import KEY, NAME
 
-NAME = "universal"
+_LEAST = 256  # bytes of a chunk
+_MOST_SHARDS, _MOST_CHUNKS = 10**6, 10**8  # that a cut finer than the usual may make
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -61,14 +65,34 @@ def grain(target: Target) -> Grain:
             f"{target.text!r}: universal.{target.variant} is no dialect; `reshard schemas` lists "
             "them. `universal` alone keeps the source's names."
         )
-    asked = target.take("chunk", "shard", "small", "compress")
-    if "compress" in asked:
-        raise FormatError(
-            f"compress={asked['compress']} is not written: a store is laid out before a byte is "
-            "moved, and compressed chunks have no size until then. Pack the finished store "
-            "instead (tar, squashfs), or leave compression to the file system."
+    asked = target.take("chunk", "shard", "small")
+    found = Grain(**{key: _bytes(key, text) for key, text in asked.items()})
+    if found.chunk < _LEAST:
+        raise UsageError(
+            f"chunk={asked['chunk']}: each chunk has 20 bytes of checksum and index, is read for "
+            f"itself; give {_LEAST} bytes at least, as in chunk=64KiB"
         )
-    return Grain(**{key: _bytes(key, text) for key, text in asked.items()})
+    if "shard" not in asked:
+        return replace(found, shard=max(found.shard, found.chunk))
+    if found.shard < found.chunk:
+        raise UsageError(
+            f"{target.text!r}: a shard of {found.shard} bytes holds no chunk of {found.chunk}: "
+            "give both, as in chunk=1MiB,shard=8MiB"
+        )
+    return found
+
+
+def _refuse_many(arrays: Sequence[zarr3.Array], size: Grain) -> None:
+    """Raises UsageError for a cut that makes more files or chunks than anybody wants."""
+    for key, most in (("shard", _MOST_SHARDS), ("chunk", _MOST_CHUNKS)):
+        cuts = (zip(a.shape, getattr(a, key), strict=True) for a in arrays)
+        n = sum(prod(-(-long // step) for long, step in cut) for cut in cuts)
+        asked = getattr(size, key)
+        if n > most and asked < getattr(Grain(), key):
+            raise UsageError(
+                f"{key}={asked} bytes cuts this checkpoint into {n:,} {key}s, more than {most:,}; "
+                f"give a larger {key}"
+            )
 
 
 def _bytes(key: str, text: str) -> int:
@@ -91,10 +115,15 @@ def declare_universal(source: Checkpoint, target: Target, options: WriteOptions)
     tensors = {t: _tensor(v, options) for t, v in source.layout.tensors.items()}
     places, bodies = _places(tensors, size)
     arrays = list({p.array.node: p.array for p in places.values()}.values())
+    _refuse_many(arrays, size)
     drafts, losses, fates = _state(source, tensors, arrays)
+    level = options.compress
     for array in arrays:
         said = {KEY: sealed(bodies(array.node))}
-        drafts += zarr3.drafts(replace(array, attributes=said))
+        drafts += zarr3.drafts(replace(array, attributes=said, level=level))
+    notes: tuple[str, ...] = ()
+    if level is not None:
+        notes = (f"zstd {level}: files end smaller than is said; until then both are on the disk",)
     return Declaration(
         format=NAME,
         topology=source.topology,
@@ -102,9 +131,36 @@ def declare_universal(source: Checkpoint, target: Target, options: WriteOptions)
         layout=Layout(tensors, lambda t: places[t].pieces(tensors[t].extent), source.layout.naming),
         drafts=drafts,
         losses=losses,
+        notes=notes,
         fates=fates,
         recipe=_recipe(tensors, options),
+        compress=None if level is None else _Compressed(tuple(arrays), level, tuple(drafts)),
     )
+
+
+@dataclass(frozen=True)
+class _Compressed:
+    """The files of a store with compressed shards."""
+
+    arrays: tuple[zarr3.Array, ...]
+    level: int
+    drafts: tuple[Draft, ...]
+
+    def __call__(self, laid_out: Path, made: Path, each: Each) -> list[Draft]:
+        """Write all of them into `made`; what each is, with its size."""
+        arrays = [replace(array, level=self.level) for array in self.arrays]
+        shards = {array.file(at): (array, at) for array in arrays for at in array.shards()}
+        for draft in self.drafts:
+            (made / draft.name).parent.mkdir(parents=True, exist_ok=True)
+
+        def write(draft: Draft) -> Draft:
+            if draft.name not in shards:
+                (made / draft.name).write_bytes((laid_out / draft.name).read_bytes())  # JSON
+                return Draft(draft.name, draft.size, ())
+            array, at = shards[draft.name]
+            return Draft(draft.name, zarr3.compress(array, at, laid_out, made), ())
+
+        return list(each(write, self.drafts))
 
 
 def _tensor(logical: LogicalTensor, options: WriteOptions) -> LogicalTensor:

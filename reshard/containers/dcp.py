@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from reshard.containers.dcp_read import (
+from reshard.containers.dcp_blobs import Blobs, chunk_array, load_object, read_object, unpacked
+from reshard.containers.dcp_chunks import Chunk, Chunks, Kinds, Place, TensorEntry
+from reshard.containers.dcp_metadata import (
     METADATA,
-    Blobs,
-    Chunk,
     Metadata,
-    Place,
-    TensorEntry,
-    chunk_array,
     inside,
-    load_object,
+    is_metadata,
+    rank_metadata,
     read_metadata,
-    read_object,
 )
 from reshard.containers.dcp_write import (
     DistcpFile,
@@ -27,7 +24,9 @@ __all__ = [
     "METADATA",
     "Blobs",
     "Chunk",
+    "Chunks",
     "DistcpFile",
+    "Kinds",
     "Metadata",
     "MetadataDraft",
     "ObjectItem",
@@ -37,7 +36,10 @@ __all__ = [
     "chunk_array",
     "distcp_file",
     "inside",
+    "is_metadata",
     "load_object",
+    "rank_metadata",
     "read_metadata",
     "read_object",
+    "unpacked",
 ]

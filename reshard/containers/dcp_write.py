@@ -5,18 +5,21 @@ torch 2.13 distributed/checkpoint (metadata.py, filesystem.py); real torch loads
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from array import array
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from reshard.containers import torchfile
-from reshard.containers.dcp_read import METADATA, Place, TensorEntry
+from reshard.containers.dcp_chunks import Place, TensorEntry
+from reshard.containers.dcp_metadata import METADATA
 from reshard.containers.inert import Global, Record, new_tensor
 from reshard.containers.pickler import Writer, integer
 from reshard.containers.torchfile import Blob
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
-from reshard.layout import Checksum, Draft, StoredArray
+from reshard.layout import Checksum, Draft, Made, StoredArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,71 @@ class ObjectItem:
 
 
 class DistcpFile(NamedTuple):
-    """A `.distcp` file laid out. `places` and `arrays` go with the items, in order."""
+    """A `.distcp` file laid out. `places` and `begins` go with the items, in order."""
 
     draft: Draft
     places: list[Place]
-    arrays: list[StoredArray | None]  # None for objects
+    begins: list[int | None]  # where a tensor's elements lie in the file; None for objects
+
+
+@dataclass(slots=True)
+class _Blobs:
+    """Blobs of one file, one after the other; those of tensors alike in shape share one.
+
+    Literals, arrays and checksums are made when they are asked for: headers of 10^6 blobs differ
+    in their place alone.
+    """
+
+    file: str
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    blobs: list[Blob] = field(default_factory=list)  # each as if it began the file
+    keys: list[str] = field(default_factory=list)
+    stop: int = 0
+
+    def add(self, key: str, blob: Blob) -> None:
+        """Put one more at the end."""
+        self.starts.append(self.stop)
+        self.blobs.append(blob)
+        self.keys.append(key)
+        self.stop += blob.length
+
+    def literals(self) -> Iterator[tuple[int, bytes]]:
+        """The bytes around the elements, runs that touch made one."""
+        begin, run = 0, b""
+        for start, blob in zip(self.starts, self.blobs, strict=True):
+            for at, raw in blob.literals:
+                if begin + len(run) == start + at:
+                    run += raw
+                    continue
+                yield begin, run
+                begin, run = start + at, raw
+        if run:
+            yield begin, run
+
+    def arrays(self) -> Iterator[StoredArray]:
+        """What is to be filled."""
+        for start, blob, key in zip(self.starts, self.blobs, self.keys, strict=True):
+            for stored in blob.arrays.values():
+                if stored.numel:
+                    yield self._moved(stored, start, key)
+
+    def checksums(self) -> Iterator[Checksum]:
+        """What is to be patched in once the elements are there."""
+        for start, blob, key in zip(self.starts, self.blobs, self.keys, strict=True):
+            for c in blob.checksums:
+                stored = self._moved(c.array, start, key)
+                yield Checksum(stored, tuple(start + at for at in c.at))
+
+    def _moved(self, stored: StoredArray, by: int, key: str) -> StoredArray:
+        return StoredArray(
+            self.file, by + stored.offset, stored.shape, stored.dtype, key, self.file
+        )
+
+
+@lru_cache(maxsize=1 << 12)
+def _tensor_blob(sizes: tuple[int, ...], dtype: DType) -> Blob:
+    """The blob of a tensor, as if it began a file without a name."""
+    return torchfile.blob(new_tensor(sizes, dtype, "0"), file="")
 
 
 def distcp_file(name: str, items: Iterable[TensorItem | ObjectItem]) -> DistcpFile:
@@ -52,60 +115,27 @@ def distcp_file(name: str, items: Iterable[TensorItem | ObjectItem]) -> DistcpFi
 
     torch puts objects before tensors; any order loads.
     """
-    literals: list[tuple[int, bytes]] = []
-    checksums: list[Checksum] = []
+    made = _Blobs(name)
     places: list[Place] = []
-    arrays: list[StoredArray | None] = []
-    known: dict[tuple[tuple[int, ...], str], Blob] = {}  # blobs of tensors differ in nothing else
-    at = 0
+    begins: list[int | None] = []
     for item in items:
+        start = made.stop
         if isinstance(item, TensorItem):
-            alike = (item.sizes, item.dtype.name)
-            if alike not in known:
-                ref = new_tensor(item.sizes, item.dtype, "0")
-                known[alike] = torchfile.blob(ref, file=name, holder=name)
-            made = _moved(known[alike], at, item.key)
-            arrays.append(made.arrays["0"])
+            blob = _tensor_blob(item.sizes, item.dtype)
+            begins.append(start + blob.arrays["0"].offset)
         else:
-            made = torchfile.blob(
-                item.value, file=name, start=at, allow=item.allow, values=item.values
-            )
-            if any(array.numel for array in made.arrays.values()):
-                missing = ", ".join(made.arrays)
+            blob = torchfile.blob(item.value, file=name, allow=item.allow, values=item.values)
+            if any(stored.numel for stored in blob.arrays.values()):
+                missing = ", ".join(blob.arrays)
                 raise CorruptError(f"{name}: {item.key}: no bytes for its storages {missing}")
-            arrays.append(None)
-        literals += made.literals
-        checksums += made.checksums
-        places.append(Place(name, at, made.length))
-        at += made.length
-    filled = [array for array in arrays if array is not None and array.numel]
-    return DistcpFile(Draft(name, at, _joined(literals), filled, checksums), places, arrays)
+            begins.append(None)
+        made.add(item.key, blob)
+        places.append(Place(name, start, blob.length))
+    draft = Draft(name, made.stop, Made(made.literals), Made(made.arrays), Made(made.checksums))
+    return DistcpFile(draft, places, begins)
 
 
-def _moved(blob: Blob, by: int, key: str) -> Blob:
-    """A tensor's blob laid out `by` bytes further, for another key."""
-    arrays = {k: replace(a, offset=a.offset + by, key=key) for k, a in blob.arrays.items()}
-    return Blob(
-        blob.length,
-        [(at + by, raw) for at, raw in blob.literals],
-        arrays,
-        [Checksum(arrays["0"], tuple(at + by for at in c.at)) for c in blob.checksums],
-    )
-
-
-def _joined(literals: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """The same bytes, with runs that touch made one."""
-    runs: list[tuple[int, list[bytes], int]] = []
-    for at, raw in literals:
-        if runs and runs[-1][2] == at:
-            start, parts, _ = runs[-1]
-            parts.append(raw)
-            runs[-1] = (start, parts, at + len(raw))
-        else:
-            runs.append((at, [raw], at + len(raw)))
-    return [(at, b"".join(parts)) for at, parts, _ in runs]
-
-
+Path = tuple[str | int, ...]
 _MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA = Global(_MODULE, "Metadata")
 _TENSOR = Global(_MODULE, "TensorStorageMetadata")
@@ -131,7 +161,7 @@ class MetadataDraft:
 
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, Place]
-    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
+    planner_data: Mapping[str, Path] | None = None
     save_id: str | None = None
     version: str = "1.0.0"
 
@@ -142,7 +172,16 @@ class MetadataDraft:
         parts = _Parts(writer)
         parts.metadata(self)
         writer.put(b".")
-        return b"".join(writer.out)
+        return bytes(writer.out)
+
+
+def _shared(plan: Mapping[str, Path]) -> dict[str, Path]:
+    """The same with one object for equal texts: a pickle refers to those by identity."""
+    texts: dict[str | int, str | int] = {}
+    return {
+        str(texts.setdefault(key, key)): tuple(texts.setdefault(p, p) for p in path)
+        for key, path in plan.items()
+    }
 
 
 class _Parts:
@@ -193,7 +232,7 @@ class _Parts:
             put(self.new(_BYTES))
         put(b"u")
         plan = draft.planner_data
-        self.pair("planner_data", None if plan is None else dict(plan))
+        self.pair("planner_data", None if plan is None else _shared(plan))
         writer.word("storage_data")
         put(b"}(")
         for key, entry in draft.tensors.items():

@@ -54,14 +54,14 @@ def dumps(obj: object, allow: Container[str], storages: dict[str, int]) -> bytes
     except RecursionError:
         raise CorruptError("the values to write are nested too deeply") from None
     writer.put(b".")
-    return b"".join(writer.out)
+    return bytes(writer.out)
 
 
 class Writer:
     """A pickle in the making; `dumps` is its plain use, containers add runs of opcodes."""
 
     def __init__(self, allow: Container[str], storages: dict[str, int]) -> None:
-        self.out: list[bytes] = []
+        self.out = bytearray()
         self.allow = allow
         self.storages = storages
         self.memo: dict[object, int] = {}  # id of an object, or a global, -> index
@@ -69,7 +69,7 @@ class Writer:
         self.indices = 0
 
     def put(self, raw: bytes) -> None:
-        self.out.append(raw)
+        self.out += raw
 
     def remember(self, key: object) -> None:
         """Emits BINPUT for the value on top of the stack."""
@@ -269,7 +269,7 @@ class Writer:
     def word(self, text: str) -> None:
         """A string remembered by value, for those we make ourselves."""
         if not self.recall(text):
-            raw = text.encode()
+            raw = text.encode("utf-8", "surrogatepass")  # as pickle does
             self.put(b"X" + struct.pack("<I", len(raw)) + raw)
             self.remember(text)
 

@@ -13,6 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from mmap import mmap
 from pathlib import Path
 
@@ -32,12 +33,39 @@ def _counted(opcode: bytes, count: str) -> bytes:
     return re.escape(opcode) + b"(?:" + lengths + b")"
 
 
-_RUN = re.compile(
-    rb"(?s:[\x94\x85\x86\x87\x81\x88\x89\x8f-\x93()}\]Rbutsaedlo01NQ]"
-    rb"|[Khq\x80].|M..|[Jj]....|G.{8}|\x8a(?:\x00|\x01.|\x02..|\x03...|\x04....|\x08.{8})|"
-    + b"|".join([_counted(b"\x8c", "<B"), _counted(b"X", "<I"), _counted(b"U", "<B")])
-    + rb")*+"
+_PLAIN = (
+    rb"[\x94\x85\x86\x87\x81\x88\x89\x8f-\x93()}\]Rbutsaedlo01NQ]"
+    rb"|[Khq\x80].|M..|[Jj]....|G.{8}|\x8a(?:\x00|\x01.|\x02..|\x03...|\x04....|\x08.{8})"
 )
+_LARGE = 1 << 20
+#: The same without the opcodes that put into the memo or fetch from it.
+_UNREMEMBERED = (
+    _PLAIN.replace(rb"[\x94\x85", rb"[\x85").replace(rb"[Khq\x80].", rb"[K\x80].")
+    .replace(rb"[Jj]....", rb"J....")
+)  # fmt: skip
+
+
+@cache
+def memo_token() -> re.Pattern[bytes]:
+    """Matches a run of opcodes and what follows it: MEMOIZE (group 1), BINGET (2), LONG_BINGET (3),
+    or nothing of these."""
+    counted = [_counted(b"\x8c", "<B"), _counted(b"X", "<I"), _counted(b"U", "<B")]
+    run = b"(?:" + b"|".join([_UNREMEMBERED, *counted]) + b")*+"
+    return re.compile(b"(?s:" + run + rb"(?:(\x94)|h(.)|j(....))?)")
+
+
+@cache
+def _run(large: bool) -> re.Pattern[bytes]:
+    """Matches a run of harmless opcodes; for a large pickle, counted strings too.
+
+    That pattern takes 30 ms to compile, which a small pickle would never win back.
+    """
+    if not large:
+        return re.compile(b"(?s:" + _PLAIN + b")*+")
+    counted = [_counted(b"\x8c", "<B"), _counted(b"X", "<I"), _counted(b"U", "<B")]
+    return re.compile(b"(?s:" + b"|".join([_PLAIN, *counted]) + b")*+")
+
+
 _LINE = re.compile(rb"[^\n]*+\n")
 _LINES = {b"c": 2, b"i": 2} | dict.fromkeys((b"p", b"g", b"P", b"I", b"L", b"F", b"S", b"V"), 1)
 _SIZES = {
@@ -58,44 +86,47 @@ def scan(data: bytes | mmap, start: int = 0) -> int:
     unpickler would allocate without limit.
     """
     at, size = start, len(data)
+    run = _run(size - start > _LARGE)
     while True:
-        found = _RUN.match(data, at)
+        found = run.match(data, at)
         at = found.end() if found else at
         if at >= size:
             raise CorruptError(
                 "the pickle ends early: the file is cut short; copy or save it again"
             )
-        op = data[at : at + 1]
-        if op == b".":
+        if data[at : at + 1] == b".":
             return at + 1
-        if op in _REFUSED:
-            raise CorruptError(f"pickle opcode {_REFUSED[op]} at byte {at - start} is refused")
-        if op == b"r":
-            at = _memo(int.from_bytes(data[at + 1 : at + 5], "little"), at, start) + 5
-        elif op == b"\x95":
-            frame = int.from_bytes(data[at + 1 : at + 9], "little")
-            if at + 9 + frame > size:
-                raise CorruptError("a pickle frame ends beyond the file, which is cut short")
-            at += 9
-        elif op in _SIZES:
-            head = struct.calcsize(_SIZES[op]) + 1
-            # a length beyond the file is one past its end, which numbers of C still hold
-            at += head + min(int.from_bytes(data[at + 1 : at + head], "little"), size)
-        elif op in _LINES:
-            end = at + 1
-            for _ in range(_LINES[op]):
-                line = _LINE.match(data, end)
-                if line is None:
-                    raise CorruptError("the pickle ends inside a line")
-                end = line.end()
-            if op == b"p":
-                text = data[at + 1 : end - 1].strip()
-                _memo(int(text) if text.isdigit() and len(text) < 20 else 1 << 62, at, start)
-            at = end
-        else:
-            raise CorruptError(
-                f"byte {op!r} at {at - start} is no pickle opcode; the file is damaged"
-            )
+        at = step(data, at, start)
+
+
+def step(data: bytes | mmap, at: int, start: int = 0) -> int:
+    """Where the opcode at `at`, which is in no run, ends. Raises CorruptError as `scan` says."""
+    op, size = data[at : at + 1], len(data)
+    if op in _REFUSED:
+        raise CorruptError(f"pickle opcode {_REFUSED[op]} at byte {at - start} is refused")
+    if op == b"r":
+        return _memo(int.from_bytes(data[at + 1 : at + 5], "little"), at, start) + 5
+    if op == b"\x95":
+        frame = int.from_bytes(data[at + 1 : at + 9], "little")
+        if at + 9 + frame > size:
+            raise CorruptError("a pickle frame ends beyond the file, which is cut short")
+        return at + 9
+    if op in _SIZES:
+        head = struct.calcsize(_SIZES[op]) + 1
+        # a length beyond the file is one past its end, which numbers of C still hold
+        return at + head + min(int.from_bytes(data[at + 1 : at + head], "little"), size)
+    if op not in _LINES:
+        raise CorruptError(f"byte {op!r} at {at - start} is no pickle opcode; the file is damaged")
+    end = at + 1
+    for _ in range(_LINES[op]):
+        line = _LINE.match(data, end)
+        if line is None:
+            raise CorruptError("the pickle ends inside a line")
+        end = line.end()
+    if op == b"p":
+        text = data[at + 1 : end - 1].strip()
+        _memo(int(text) if text.isdigit() and len(text) < 20 else 1 << 62, at, start)
+    return end
 
 
 def _memo(index: int, at: int, start: int) -> int:
@@ -107,17 +138,21 @@ def _memo(index: int, at: int, start: int) -> int:
 # ---------------------------------------------------------------------- unpickling
 
 Persist = Callable[[object], object]
+#: What stands for a global of this module and name, where not a `Global`: a class of ours.
+Known = Callable[[str, str], object]
 
 
 class _Unpickler(pickle.Unpickler):
     """Python's own machine with every name inert."""
 
-    def __init__(self, data: bytes, persist: Persist | None) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._persist = persist
+    def __init__(self, data: bytes, persist: Persist | None, known: Known | None) -> None:
+        # buffered: a pickle without frames is else asked for a few bytes at a time
+        super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 16), encoding="utf-8")
+        self._persist, self._known = persist, known
 
-    def find_class(self, module: str, name: str) -> Global:
-        return interned(module, name)
+    def find_class(self, module: str, name: str) -> object:
+        found = self._known(module, name) if self._known is not None else None
+        return interned(module, name) if found is None else found
 
     def persistent_load(self, pid: object) -> object:
         if self._persist is None:
@@ -146,13 +181,15 @@ def storage(pid: object) -> StorageRef:
     raise CorruptError(f"a storage reference has an unknown form: {pid!r:.100}")
 
 
-#: Bytes of a `.metadata`; a million chunks are about 150 MB.
-_LARGEST = 4 << 30
+#: Bytes of a `.metadata`; a million chunks are about 160 MB.
+LARGEST = 1 << 30
 #: Hashing nested tuples (dict keys) recurses in C without a check, about 80 bytes a level.
 _DEEP = 50_000
 
 
-def loads(data: bytes, where: str, persist: Persist | None = storage) -> object:
+def loads(
+    data: bytes, where: str, persist: Persist | None = storage, known: Known | None = None
+) -> object:
     """The value of one pickle, inert. `where` names the file in errors.
 
     Raises CorruptError for anything off, bytes after the end included.
@@ -161,7 +198,7 @@ def loads(data: bytes, where: str, persist: Persist | None = storage) -> object:
         if scan(data) != len(data):
             raise CorruptError("there are bytes after the pickle's end")
         tuples = sum(map(data.count, (b"\x85", b"\x86", b"\x87", b"t")))
-        run = _Unpickler(data, persist).load
+        run = _Unpickler(data, persist, known).load
         with _no_collections(len(data) > 1 << 20):
             return run() if tuples < _DEEP else _on_tall_stack(run, tuples)
     except ReshardError as error:
@@ -211,4 +248,4 @@ def _on_tall_stack(run: Callable[[], object], levels: int) -> object:
 
 def load_pickle(path: Path) -> object:
     """The value of a plain pickle file (`.metadata`), inert."""
-    return loads(read_small(path, _LARGEST), str(path), None)
+    return loads(read_small(path, LARGEST), str(path), None)

@@ -58,6 +58,11 @@ class TorchFile:
     byteorder: str = "little"
     members: Mapping[str, Member] = field(default_factory=dict)  # empty for the older format
 
+    @property
+    def saved_as(self) -> str | None:
+        """The file's name when it was saved, up to its last dot; the older format has none."""
+        return next((name.partition("/")[0] for name in self.members), None)
+
     def array(self, ref: TensorRef, key: str, holder: str = "") -> StoredArray:
         """Where a contiguous tensor's elements lie.
 

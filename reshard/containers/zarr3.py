@@ -2,8 +2,10 @@
 
 One form only, the one whose every offset is known before a byte is written: a regular grid of
 shards (`sharding_indexed`), in each the inner chunks as `bytes` (little-endian) and `crc32c`, one
-after the other, and at the end the index of (offset, bytes) pairs with a CRC-32C of its own.
-Sources: zarr v3 core specification 3.1, codecs sharding-indexed, bytes and crc32c 1.0
+after the other, and at the end the index of (offset, bytes) pairs with a CRC-32C of its own. For
+the archive the shards are rewritten with `zstd` between the two, once they are whole.
+Sources: zarr v3 core specification 3.1, codecs sharding-indexed, bytes and crc32c 1.0, zstd of
+zarr-extensions
 (zarr-specs.readthedocs.io). tensorstore 0.1.86 and zarr-python 3.1.6 read it: tests/peers/store.py.
 """
 
@@ -21,12 +23,12 @@ import numpy as np
 
 from reshard.box import Box
 from reshard.checksums import NBYTES, crc32c
+from reshard.containers.marks import DOCUMENT as DOCUMENT
 from reshard.dtypes import DType, named
 from reshard.errors import CorruptError, FormatError
 from reshard.layout import Checksum, Draft, Piece, StoredArray, place, place_flat
 from reshard.values import Json
 
-DOCUMENT = "zarr.json"
 #: Offset and size of a chunk that a shard does not hold.
 _NONE = (1 << 64) - 1
 _ENTRY = 16  # bytes of a chunk in the index
@@ -51,10 +53,11 @@ class Array:
     chunk: tuple[int, ...]
     shard: tuple[int, ...]
     attributes: Mapping[str, Json] = field(default_factory=dict)
+    level: int | None = None  # of zstd; None: chunks are not compressed
 
     @property
     def packed(self) -> int:
-        """Bytes of a chunk with its checksum."""
+        """Bytes of a chunk with its checksum, before it is compressed."""
         return prod(self.chunk) * self.dtype.itemsize + NBYTES
 
     @property
@@ -133,11 +136,12 @@ def _even(n: int, most: int) -> int:
 def document(array: Array) -> dict[str, Json]:
     """What zarr.json says of an array."""
     little: Json = {"name": "bytes", "configuration": {"endian": "little"}}
-    inner: Json = [little, {"name": "crc32c"}]
+    zstd: Json = {"name": "zstd", "configuration": {"level": array.level, "checksum": False}}
+    crc: Json = {"name": "crc32c"}
     sharding: Json = {
         "chunk_shape": list(array.chunk),
-        "codecs": inner,
-        "index_codecs": inner,
+        "codecs": [little, crc] if array.level is None else [little, zstd, crc],
+        "index_codecs": [little, crc],
         "index_location": "end",
     }
     return {
@@ -183,6 +187,7 @@ def parse(raw: bytes, node: str, where: Path) -> Array:
             _lengths(codec["configuration"]["chunk_shape"]),
             _lengths(found["chunk_grid"]["configuration"]["chunk_shape"]),
             {k: v for k, v in attributes.items() if k != "dtype"},
+            _level(codec["configuration"]["codecs"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"{where}: not an array of this store ({error!r}). Copy it.") from None
@@ -198,6 +203,14 @@ def parse(raw: bytes, node: str, where: Path) -> Array:
                 "read here. Write the store again with reshard."
             )
     return array
+
+
+def _level(codecs: Sequence[Mapping[str, Any]]) -> int | None:
+    """The level of zstd among the codecs of chunks, None without it."""
+    for codec in codecs:
+        if codec["name"] == "zstd":
+            return int(codec["configuration"]["level"])
+    return None
 
 
 def _lengths(value: object) -> tuple[int, ...]:
@@ -228,24 +241,18 @@ def _no_constant(name: str) -> None:
 Stored = Callable[[tuple[int, ...]], Sequence[tuple[Chunk, StoredArray]]]
 
 
-def _stored(array: Array, file: str, chunk: Chunk, offset: int) -> StoredArray:
-    return StoredArray(
-        file,
-        offset,
-        array.chunk,
-        array.dtype,
-        array.node,
-        f"chunk {list(chunk.at)}",
-        "crc32c",
-        array.packed,
-    )
+def _stored(
+    array: Array, file: str, chunk: Chunk, offset: int, nbytes: int, codec: str = "crc32c"
+) -> StoredArray:
+    said = f"chunk {list(chunk.at)}"
+    return StoredArray(file, offset, array.chunk, array.dtype, array.node, said, codec, nbytes)
 
 
 def laid(array: Array, shard: Sequence[int]) -> list[tuple[Chunk, StoredArray]]:
-    """The chunks of a shard as they are written: one after the other."""
+    """The chunks of a shard as they are laid out: one after the other, not compressed."""
     file = array.file(shard)
     return [
-        (chunk, _stored(array, file, chunk, i * array.packed))
+        (chunk, _stored(array, file, chunk, i * array.packed, array.packed))
         for i, chunk in enumerate(chunks(array, shard))
     ]
 
@@ -256,18 +263,51 @@ def drafts(array: Array) -> Iterator[Draft]:
     yield Draft(f"{array.node}/{DOCUMENT}", len(raw), [(0, raw)])
     for shard in array.shards():
         held = laid(array, shard)
-        index = np.full((prod(array.inner), 2), _NONE, "<u8")
-        for chunk, stored in held:
-            index[chunk.number] = (stored.offset, stored.packed)
-        entries = index.tobytes()
+        index = _indexed(array, {c.number: (s.offset, s.packed) for c, s in held})
         end = len(held) * array.packed
         yield Draft(
             array.file(shard),
             end + array.index_nbytes,
-            [(end, entries + crc32c(entries).to_bytes(NBYTES, "little"))],
+            [(end, index)],
             [stored for _, stored in held],
             [Checksum(s, (s.offset + s.nbytes,), "crc32c") for _, s in held],
         )
+
+
+def _indexed(array: Array, places: Mapping[int, tuple[int, int]]) -> bytes:
+    """A shard's index with its checksum, of (offset, bytes) by chunk number."""
+    index = np.full((prod(array.inner), 2), _NONE, "<u8")
+    for number, place_ in places.items():
+        index[number] = place_
+    entries = index.tobytes()
+    return entries + crc32c(entries).to_bytes(NBYTES, "little")
+
+
+def compress(array: Array, shard: Sequence[int], laid_out: Path, made: Path) -> int:
+    """Write a shard of `made` with the chunks of the one that is laid out, compressed; its bytes.
+
+    One chunk is in memory at a time. Raises FormatError without the package zstandard.
+    """
+    packer = _compressor(array.level)
+    name = array.file(shard)
+    places: dict[int, tuple[int, int]] = {}
+    with open(laid_out / name, "rb") as source, open(made / name, "wb") as out:
+        for chunk, stored in laid(array, shard):
+            source.seek(stored.offset)
+            packed = packer.compress(source.read(stored.nbytes))
+            places[chunk.number] = (out.tell(), len(packed) + NBYTES)
+            out.write(packed)
+            out.write(crc32c(packed).to_bytes(NBYTES, "little"))
+        out.write(_indexed(array, places))
+        return out.tell()
+
+
+def _compressor(level: int | None) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise FormatError("zstd needs the package zstandard: pip install zstandard") from None
+    return zstandard.ZstdCompressor(level or 3)
 
 
 def read_shard(folder: Path, array: Array, shard: Sequence[int]) -> list[tuple[Chunk, StoredArray]]:
@@ -290,12 +330,14 @@ def read_shard(folder: Path, array: Array, shard: Sequence[int]) -> list[tuple[C
         offset, nbytes = map(int, entries[chunk.number])
         if _NONE in (offset, nbytes):
             raise CorruptError(f"{what}: chunk {list(chunk.at)} is lost: its index entry is empty")
-        if nbytes != array.packed or offset + nbytes > size - array.index_nbytes:
+        whole = nbytes > NBYTES if array.level is not None else nbytes == array.packed
+        if not whole or offset + nbytes > size - array.index_nbytes:
             raise CorruptError(
                 f"{what}: chunk {list(chunk.at)}: bytes {offset} to {offset + nbytes} are not "
-                f"{array.packed} bytes before the index"
+                f"{array.packed} bytes, or those of a compressed chunk, before the index"
             )
-        out.append((chunk, _stored(array, file, chunk, offset)))
+        codec = "crc32c" if array.level is None else "zstd+crc32c"
+        out.append((chunk, _stored(array, file, chunk, offset, nbytes, codec)))
     return out
 
 

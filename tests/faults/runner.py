@@ -25,10 +25,9 @@ import reshard
 from faults import seam
 from faults.disk import Disk
 from faults.seam import Before, Seam
-from reshard import cli, commit
+from reshard import cli, commit, conversion
 from reshard.errors import ReshardError
 
-CONVERT = sys.modules["reshard.convert"]
 #: Files by which a framework, or reshard, takes a folder for a checkpoint.
 MARKS = (
     "metadata.json", ".metadata", "reshard.json", "latest_checkpointed_iteration.txt", "latest",
@@ -55,13 +54,15 @@ class Case:
         self.out = self.disk / "out"
         self.options = [*spec.get("options", ())]
         self.command = ["convert", spec["source"], str(self.out), "--to", spec["to"]]
+        self.command += ["--workers", "1"]  # operations in one order, to be counted
         self.every = spec.get("every", 1)  # of the pwrites, one in this many; all else always
         self.kills = spec.get("kills", 1)  # of the pwrites, a kill at one in this many
+        self.all = spec.get("all", False)  # every error, stop and power cut at every operation
         self.bad: list[str] = []
         self.runs = 0
         self._old: Path | None = None
         plans: dict[str, Any] = {}
-        real = CONVERT.make_plan
+        real = conversion.make_plan
 
         def planned(source: Any, options: Any) -> Any:  # headers are read once for all runs
             key = repr(options)
@@ -69,12 +70,12 @@ class Case:
                 plans[key] = real(source, options)
             return plans[key]
 
-        CONVERT.make_plan = planned
+        conversion.make_plan = planned
         commit.SYNC_EVERY = 1 << 15
         commit.PATIENCE = 0.0
         self.fresh()
         assert self.run().code == 0
-        CONVERT.make_plan(spec["source"], _options(self.command + self.options))
+        conversion.make_plan(spec["source"], _options(self.command + self.options))
         self.whole = digests(self.out)
         self.fresh()
         self.log = self.run(lambda n, name, args: None).log
@@ -251,8 +252,8 @@ class Case:
         """An error at every operation, another kind each time; every third of them stays."""
         import errno
 
-        for n in self.numbers():
-            name = ERRORS[n % 4]
+        chosen = [(n, ERRORS if self.all else [ERRORS[n % 4]]) for n in self.numbers()]
+        for n, name in ((n, name) for n, names in chosen for name in names):
             self.fresh()
             what = f"{name} at {n} ({self.log[n - 1]})"
             stays = n % 3 == 0 and name in ("ENOSPC", "EDQUOT")
@@ -270,7 +271,7 @@ class Case:
         log = self.run(lambda n, name, args: None, reading=True).log
         import errno
 
-        for n in range(1, len(log) + 1, max(1, len(log) // 20)):
+        for n in range(1, len(log) + 1, 1 if self.all else max(1, len(log) // 20)):
             self.fresh()
             what = f"EIO at read {n} ({log[n - 1]})"
             ended = self.run(seam.fail(n, errno.EIO), reading=True)
@@ -293,7 +294,7 @@ class Case:
         """Power lost before a sample of the operations: what was not synced is gone."""
         total = len(self.log)
         late = next((i for i, n in enumerate(self.log) if n == "rename"), total)
-        for n in [*range(1, late - 3, 7), *range(late - 3, total + 2)]:
+        for n in [*range(1, late - 3, 1 if self.all else 7), *range(late - 3, total + 2)]:
             self.fresh()
             what = f"power cut at {n} ({self.log[n - 1] if n <= total else 'the end'})"
             shutil.rmtree(self.work / "left", ignore_errors=True)
@@ -310,7 +311,7 @@ class Case:
 
     def stopped(self) -> None:
         """SIGINT and SIGTERM: tidy, resumable, 130 and 143."""
-        for n in range(3, len(self.log) + 1, len(self.log) // 9):
+        for n in range(3, len(self.log) + 1, 1 if self.all else len(self.log) // 9):
             for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
                 self.fresh()
                 what = f"{number.name} at {n} ({self.log[n - 1]})"
@@ -373,7 +374,7 @@ class Case:
 
 
 def _options(command: Sequence[str]) -> Any:
-    from reshard.convert import Options
+    from reshard.planning import Options
 
     return Options(to=command[4])
 

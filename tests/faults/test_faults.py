@@ -1,7 +1,8 @@
 """One conversion to each format, killed, failed, stopped and cut from power at its operations.
 
 `every` samples pwrites, of which a file has as many as tensors: the kill comes at each of them, the
-run after it, and every error, at one in so many. RESHARD_FAULTS=all leaves nothing out.
+run after it, and every error, at one in so many. RESHARD_FAULTS=all leaves nothing out: every kind
+of error, every stop and every power cut at every operation, for every format.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "hf": {"from": DCP, "to": "hf", "trials": OWN, "options": LAYER},
     "deepspeed": {"from": DCP, "to": "deepspeed:zero1dp2", "trials": OWN, "options": LAYER},
     "universal": {"from": DCP, "to": "universal", "trials": OWN, "options": LAYER},
+    "universal-zstd": {"from": DCP, "to": "universal", "trials": (*OWN, "failing"),
+                       "options": [*LAYER, "--compress", "zstd"]},
 }  # fmt: skip
 
 
@@ -66,6 +69,7 @@ def test_every_operation(name: str, unpacked: Callable[[str], Path], memory: Pat
         "to": case["to"],
         "options": case["options"],
         "every": 1 if ALL else 20,
+        "all": ALL,
         "kills": 1 if ALL or name in ("megatron", "dcp") else 6,
         "trials": EVERYTHING if ALL else case["trials"],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,11 +17,10 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard import commit
-from reshard.errors import ReshardError, TargetError, UsageError, VerifyError
+from reshard import commit, conversion
+from reshard.errors import CorruptError, ReshardError, TargetError, UsageError, VerifyError
 
 Unpack = Callable[[str], Path]
-CONVERT = sys.modules["reshard.convert"]
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_disk_that_fills_up_during_the_run(
     source: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others write there too: what was free at the start is not at the end."""
-    monkeypatch.setattr(commit, "check_space", lambda *_: None)
+    monkeypatch.setattr(commit, "check_space", lambda *_, **__: None)
     with pytest.raises(OSError, match=r"No space left.*reshard-staging"):
         reshard.convert(source, tiny / "out", "dcp:dp2")
     assert not (tiny / "out").exists()
@@ -160,14 +160,14 @@ def test_overwrite_never_replaces_the_source(source: Path, tmp_path: Path) -> No
 def test_two_runs_at_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is refused, also within a process; the other ends well."""
     inside, go = threading.Event(), threading.Event()
-    real = CONVERT._move
+    real = conversion._move
 
     def move(*args: Any) -> Any:
         inside.set()
         go.wait(20)
         return real(*args)
 
-    monkeypatch.setattr(CONVERT, "_move", move)
+    monkeypatch.setattr(conversion, "_move", move)
     reports: list[Any] = []
     first = threading.Thread(
         target=lambda: reports.append(reshard.convert(source, tmp_path / "out", "dcp:dp2"))
@@ -189,14 +189,14 @@ def test_a_run_taken_for_dead_publishes_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another took its lease (a stale one, seen twice): it stops, and touches nothing of theirs."""
-    real = CONVERT._move
+    real = conversion._move
     staging = tmp_path / "out.reshard-staging"
 
     def move(*args: Any) -> Any:
         (staging / "lease.json").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
         return real(*args)
 
-    monkeypatch.setattr(CONVERT, "_move", move)
+    monkeypatch.setattr(conversion, "_move", move)
     with pytest.raises(TargetError, match="taken by another run"):
         reshard.convert(source, tmp_path / "out", "dcp:dp2")
     assert (staging / "checkpoint").is_dir()
@@ -241,10 +241,10 @@ def test_leases(
     ],
 )  # fmt: skip
 def test_a_damaged_journal_costs_time_only(row: str, source: Path, tmp_path: Path) -> None:
-    plan = CONVERT.make_plan(source, CONVERT.Options(to="dcp:dp2", weights_only=True))
+    plan = conversion.make_plan(source, conversion.Options(to="dcp:dp2", weights_only=True))
     staging = tmp_path / "out.reshard-staging"
     staging.mkdir()
-    head = json.dumps({"plan": CONVERT.plan_digest(plan)})
+    head = json.dumps({"plan": conversion.plan_digest(plan)})
     (staging / "journal.jsonl").write_text(f"{head}\n{row}\n")
     reshard.convert(source, tmp_path / "out", "dcp:dp2", weights_only=True)
     assert reshard.verify(tmp_path / "out")["status"] == "ok"
@@ -261,7 +261,7 @@ def test_verify_says_that_a_target_is_incomplete(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(CONVERT, "_verify", stop)
+        patch.setattr(conversion, "_verify", stop)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert(source, tmp_path / "out", "dcp:dp2")
     done = run("verify", tmp_path / "out")
@@ -279,7 +279,7 @@ def test_a_source_that_changes(
     mine = tmp_path / "source"
     shutil.copytree(source, mine, copy_function=shutil.copyfile)
     file = mine / "__0_0.distcp"
-    real = getattr(CONVERT, when)
+    real = getattr(conversion, when)
 
     def change(*args: Any) -> Any:
         result = real(*args)
@@ -293,7 +293,7 @@ def test_a_source_that_changes(
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(CONVERT, when, change)
+        patch.setattr(conversion, when, change)
         with pytest.raises(VerifyError, match="changed during the run"):
             reshard.convert(mine, tmp_path / "out", "dcp:dp2")
     assert not (tmp_path / "out").exists()
@@ -309,7 +309,7 @@ def test_a_staged_byte_that_changes_while_stopped(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(CONVERT, "_verify", stop)
+        patch.setattr(conversion, "_verify", stop)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert(source, tmp_path / "out", "dcp:dp2")
     file = next((tmp_path / "out.reshard-staging" / "checkpoint").glob("__0_0.distcp"))
@@ -323,3 +323,19 @@ def test_a_staged_byte_that_changes_while_stopped(
     assert not (tmp_path / "out").exists()
     reshard.convert(source, tmp_path / "out", "dcp:dp2")
     assert reshard.diff(source, tmp_path / "out")["status"] == "equal"
+
+
+def test_a_metadata_json_that_cannot_be_read_is_named(
+    unpacked: Unpack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, a folder of Megatron's looks like another kind's."""
+    real = os.open
+
+    def broken(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith("metadata.json"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", broken)
+    with pytest.raises(CorruptError, match=r"metadata\.json: cannot be read"):
+        reshard.open(unpacked("megatron/a-tp1pp1") / "dist")

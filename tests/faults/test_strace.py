@@ -26,17 +26,19 @@ def permitted() -> bool:
     return subprocess.run([STRACE, "-o", os.devnull, "true"], check=False).returncode == 0
 
 
-#: What is done, in which call, from which one on; the exit code.
+#: What is done, in which call, from which one on (of each thread); the exit code; workers.
 CASES = [
-    ("signal=KILL", "pwrite64", "25", 137),
-    ("signal=KILL", "fsync", "9", 137),
-    ("signal=KILL", "rename", "1", 137),
-    ("signal=KILL", "unlinkat", "1", 137),
-    ("error=EINTR", "pwrite64", "7", 0),  # Python tries again
-    ("error=EIO", "fsync", "5", 1),
-    ("error=EIO", "pread64", "30", 1),
-    ("error=ENOSPC", "pwrite64", "10+", 1),
-    ("error=EXDEV", "rename", "1", 1),
+    ("signal=KILL", "pwrite64", "25", 137, 2),
+    ("signal=KILL", "fsync", "9", 137, 1),
+    ("signal=KILL", "rename", "1", 137, 2),
+    ("signal=KILL", "unlinkat", "1", 137, 2),
+    ("error=EINTR", "pwrite64", "7", 0, 2),  # Python tries again
+    ("error=EIO", "fsync", "5", 1, 1),
+    ("signal=KILL", "fsync", "2", 137, 2),
+    ("error=EIO", "fsync", "2+", 1, 2),
+    ("error=EIO", "pread64", "30", 1, 2),
+    ("error=ENOSPC", "pwrite64", "10+", 1, 2),
+    ("error=EXDEV", "rename", "1", 1, 2),
 ]
 
 
@@ -47,10 +49,10 @@ def test_killed_and_failed_in_system_calls(unpacked: Unpack, tmp_path: Path) -> 
     only = ["--weights-only", "--include", "*layers.0.*"]
     reshard.convert(source, whole, "torch", weights_only=True, include=(only[-1],))
     bad = []
-    for action, call, when, code in CASES:
+    for action, call, when, code, workers in CASES:
         out = tmp_path / "out"
         command = [sys.executable, "-m", "reshard", "convert", str(source), str(out)]
-        command += ["--to", "torch", *only]
+        command += ["--to", "torch", *only, "--workers", str(workers)]
         inject = f"inject={call}:{action}:when={when}"
         trace = [str(STRACE), "-f", "-o", os.devnull, "-e", f"trace={call}", "-e", inject, *command]
         done = subprocess.run(trace, capture_output=True, text=True, check=False)

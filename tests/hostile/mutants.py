@@ -27,9 +27,9 @@ from typing import Any
 
 from reshard.containers import torchfile
 from reshard.containers.inert import Global, Record, TensorRef
-from reshard.convert import Options, make_plan
 from reshard.converters.universal.nodes import sealed
 from reshard.errors import ReshardError
+from reshard.planning import Options, make_plan
 
 LIMIT = 5.0  # seconds of CPU time
 MEMORY = 2 << 30  # bytes beyond what the process has at the start

@@ -51,6 +51,12 @@ class MegatronCase:
     #: at which it can reload one of the same model, for the noise floor.
     floor_native: Path | None = None
     floor_at: tuple[tuple[str, int], ...] = ()
+    #: Samples in a micro-batch. Sizes the matrix products, and where sums are rounded to bf16.
+    micro_batch: int = 1
+    #: Where Megatron cannot load `native` at this topology: the floor is how far it ends from
+    #: itself at its own topology when only micro-batches grow to these sizes. For experts that is
+    #: what a change of EP does: more or fewer tokens in a product.
+    floor_micro_batches: tuple[int, ...] = ()
     #: A checkpoint whose args are the job's command line, where the case's own lack how it trains.
     args: Path | None = None
     override_schedule: bool = False  # --override-opt_param-scheduler

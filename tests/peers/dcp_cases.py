@@ -26,8 +26,10 @@ class DcpCase:
     world: int = 2
     keys: str = "plain"
     flatten: bool = False
-    #: Where the scheduler's state lies in the checkpoint, dotted; "" to leave it out.
+    #: Where the scheduler's state lies in the checkpoint, dotted; "" to leave it out; "last_epoch":
+    #: only that of lr_scheduler.
     schedule: str = "lr_scheduler"
+    rates: tuple[float, ...] = ()  # of each step over the first, where not those of fixtures/dcp
     #: A checkpoint of the same state that torch wrote, loaded at the same mesh: the noise floor.
     native: Path | None = None
     native_keys: str = "plain"

@@ -122,9 +122,14 @@ def load(model: nn.Module, made: Any, rates: Any, case: Case) -> None:
         dcp.load({"optimizer": moments}, checkpoint_id=folder / "optimizer_0")
         if case["schedule"]:
             schedule = torch.load(folder / case["schedule"], weights_only=True)
-    elif keys == "torchtitan":
+        if case["schedule"] == "scheduler.bin":  # as accelerate prepares it: a count for each rank
+            schedule["last_epoch"] //= case["world"]
+    elif keys == "torchtitan" or case["schedule"] == "last_epoch":
         epoch = {"last_epoch": schedule.pop("last_epoch")} if schedule else {}
-        state = {**weights, "optimizer": moments, **({"lr_scheduler": epoch} if epoch else {})}
+        state = {**weights, "optimizer": moments}
+        if keys == "plain":
+            state = {"model": weights, "optim": moments}
+        state |= {"lr_scheduler": epoch} if epoch else {}
         dcp.load(state, checkpoint_id=folder)
         # torchtitan keeps no rates: its config knows them
         schedule = {**schedule, **state.get("lr_scheduler", {}), "base_lrs": [1e-2, 5e-3]}
@@ -134,6 +139,9 @@ def load(model: nn.Module, made: Any, rates: Any, case: Case) -> None:
             wanted["lr_scheduler"] = schedule
         dcp.load(wanted, checkpoint_id=folder)
     set_state_dict(model, made, model_state_dict=weights, optim_state_dict=moments, options=options)
+    if case["rates"]:
+        rates.lr_lambdas = [lambda s: case["rates"][s]] * 2
+        schedule["lr_lambdas"] = [None, None]
     if case["schedule"]:
         rates.load_state_dict(schedule)
 

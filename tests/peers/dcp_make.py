@@ -3,7 +3,8 @@
     python -m peers.dcp_make forms|ranks|orders FOLDER
 
 forms: one process, one model under every writer option. ranks: per-rank pickles of a model that
-FSDP2 and TP cut along the same axis, uneven (strided shards).
+FSDP2 and TP cut along the same axis, uneven (strided shards); `alone`: a DCP that each rank saved
+for itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -183,6 +185,9 @@ def make_ranks(folder: Path) -> None:
         found = truth(model, made)
         torch.save(model.state_dict(), folder / f"model_world_size_4_rank_{rank}.pt")
         torch.save(made.state_dict(), folder / f"optim_world_size_4_rank_{rank}.pt")
+        weights, moments = get_state_dict(model, made)
+        state = {"model": weights, "optim": moments, "rank": rank, "epoch": 3}
+        dcp.save(state, checkpoint_id=folder / "alone", use_collectives=False)
         if rank == 0:
             save_file(found, folder / "truth.safetensors")
         dist.destroy_process_group()
@@ -193,25 +198,48 @@ def make_ranks(folder: Path) -> None:
         raise RuntimeError(error)
 
 
-#: Decoder-only models whose modules are known; see `ordered` in schemas/dialects/hf.toml.
-_TYPES = (
-    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gpt2 olmo olmo2 granite smollm3 cohere "
-    "stablelm helium exaone4 seed_oss starcoder2"
-)
+#: Switches of a config that add or take away parameters.
+_SWITCHES = ("bias", "norm", "tie", "embed", "parallel", "proj", "new_decoder", "qkv")
 
 
 def make_orders(folder: Path) -> None:
-    """The parameters of transformers' models, in the order in which an optimizer numbers them."""
+    """The parameters of transformers' models, in the order in which an optimizer numbers them.
+
+    For every model type of schemas/dialects/hf.toml: as its config is, and with each switch turned.
+    """
+    from transformers import AutoConfig
+
+    from reshard.namings import dialects
+
+    found: dict[str, list[list[str]]] = {}
+    for kind in dialects()["hf"].orders:
+        orders = [_order(kind, {})]
+        for name, value in AutoConfig.for_model(kind).to_dict().items():
+            if isinstance(value, bool) and any(word in name for word in _SWITCHES):
+                try:
+                    turned = _order(kind, {name: not value})
+                except Exception:  # no such model: its config contradicts itself
+                    continue
+                if turned not in orders:
+                    orders.append(turned)
+        found[kind] = orders
+    (folder / "orders.json").write_text(json.dumps(found))
+
+
+def _order(kind: str, fields: dict[str, bool]) -> list[str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    found = {}
-    for kind in _TYPES.split():
-        config = AutoConfig.for_model(kind)
-        config.num_hidden_layers = 2
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        found[kind] = [name for name, _ in model.named_parameters()]
-    (folder / "orders.json").write_text(json.dumps(found))
+    config = AutoConfig.for_model(kind)
+    config.num_hidden_layers = 2
+    if kind == "nemotron":  # says no number of key-value heads of its own
+        config.num_key_value_heads = config.num_attention_heads
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return [name for name, _ in model.named_parameters()]
 
 
 if __name__ == "__main__":

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers import TESTS
+from peers import run_module
 
 #: How far the next losses may lie from those of the run that went on, at most.
 CAP = {"bf16": 1e-3, "fp16": 1e-3, "fp32": 1e-5}
@@ -56,19 +53,20 @@ def judge(cases: Sequence[DeepSpeedCase], tmp_path: Path) -> dict[str, dict[str,
         }
         rows.append(row)
     wanted.write_text(json.dumps(rows, default=str))
-    environment = os.environ | {
-        "PYTHONPATH": str(TESTS),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONWARNINGS": "ignore",
-    }
-    run = subprocess.run(
-        [sys.executable, "-m", "peers.deepspeed_judge", str(wanted), str(found)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if run.returncode:
-        raise RuntimeError(f"the judge itself failed:\n{run.stderr[-8000:]}")
+    run_module("peers.deepspeed_judge", str(wanted), str(found))
     results = [json.loads(line) for line in found.read_text().splitlines()]
     return {r["name"]: r for r in results}
+
+
+def make(recipes: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Have DeepSpeed train and save a checkpoint of each recipe; see peers.deepspeed_make.
+
+    Raises RuntimeError with the ranks' tracebacks if one of them fails.
+    """
+    wanted = folder / "recipes.json"
+    wanted.write_text(json.dumps(recipes))
+    run_module("peers.deepspeed_make", str(wanted), str(folder))
+    for recipe in recipes:
+        error = folder / recipe["name"] / "error"
+        if error.exists():
+            raise RuntimeError(f"{recipe['name']}: {error.read_text()[-4000:]}")

@@ -37,20 +37,55 @@ def state_of(engine: Any, recipe: dict[str, Any]) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     optimizer = engine.optimizer
+    if recipe.get("stage") == 0 and recipe.get("kind", "llama") == "llama":
+        return plain_state(engine)
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         optimizer._hp_optimizer_states_linked = False  # 0.19.8 links groups >= 1 too early
         optimizer._lazy_init_hp_params_optimizer_state()
-    if recipe.get("zero", {}).get("round_robin_gradients"):
-        return flat_state(engine)
     out: dict[str, Any] = {}
+    flat = recipe.get("zero", {}).get("round_robin_gradients")
+    if flat:
+        out |= flat_state(engine)
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             out[f"{name}/frozen"] = whole(parameter)
+        if flat or not parameter.requires_grad:
             continue
         out[f"{name}/fp32"] = safe_get_full_fp32_param(parameter)
         for key in recipe.get("state_keys", ["exp_avg", "exp_avg_sq"]):
             out[f"{name}/{key}"] = safe_get_full_optimizer_state(parameter, key)
     return {k: v.detach().clone() for k, v in out.items() if v is not None}
+
+
+def plain_state(engine: Any) -> dict[str, Any]:
+    """The same without ZeRO: torch's own optimizer, or one of the 16-bit wrappers."""
+    import torch
+
+    wrapper, out = engine.optimizer, {}
+    inner = getattr(wrapper, "optimizer", wrapper)
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    if hasattr(wrapper, "fp32_groups_flat"):  # FP16_Optimizer
+        for master, group in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True):
+            slots = {"fp32": master, **inner.state[master]}
+            flats = {s: v for s, v in slots.items() if torch.is_tensor(v) and v.ndim == 1}
+            for slot, flat in flats.items():
+                parts = flat.detach().split([p.numel() for p in group])
+                for p, part in zip(group, parts, strict=True):
+                    out[f"{names[id(p)]}/{slot}"] = part.view(p.shape).clone()
+        return out
+    if hasattr(wrapper, "fp32_groups"):  # FP16_UnfusedOptimizer
+        pairs = [
+            pair
+            for rows in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+            for pair in zip(*rows, strict=True)
+        ]
+    else:
+        pairs = [(p, p) for group in inner.param_groups for p in group["params"]]
+    for p, master in pairs:
+        for slot, value in {"fp32": master, **inner.state[master]}.items():
+            if torch.is_tensor(value) and value.shape == p.shape:
+                out[f"{names[id(p)]}/{slot}"] = value.detach().clone()
+    return out
 
 
 def whole(parameter: Any) -> Any:
@@ -86,10 +121,13 @@ def flat_state(engine: Any) -> dict[str, Any]:
     return out
 
 
-def truth_for(truth: dict[str, Any], name: str, shape: tuple[int, ...], rank: int) -> Any:
+def truth_for(
+    truth: dict[str, Any], name: str, shape: tuple[int, ...], rank: int, along: int
+) -> Any:
     """What a tensor should be: the truth's own, or put together from what its ranks saw.
 
-    Truths of tensor-parallel, pipeline and MoE runs are kept by rank.
+    Truths of tensor-parallel, pipeline and MoE runs are kept by rank. `along` ranks are neighbours
+    on the tensor axis of a pipeline.
     """
     import torch
 
@@ -100,14 +138,19 @@ def truth_for(truth: dict[str, Any], name: str, shape: tuple[int, ...], rank: in
         return own
     ranks = sorted({int(k[4:].split("/")[0]) for k in truth if k.startswith("rank")})
     held = [truth[f"rank{r}/{name}"] for r in ranks if f"rank{r}/{name}" in truth]
-    for part in held:
-        if tuple(part.shape) == shape:
+    for r, part in zip([r for r in ranks if f"rank{r}/{name}" in truth], held, strict=True):
+        if tuple(part.shape) == shape and r % along == rank % along:
             return part
+    if "dense_h_to_4h.weight" in name and held:  # gate above up, on each rank
+        halves = [torch.cat([p.chunk(2)[i] for p in held]) for i in range(2)]
+        return torch.cat(halves)
     for axis in range(len(shape)):
         for n in range(2, len(held) + 1):
-            whole_ = torch.cat(held[:n], axis)
-            if tuple(whole_.shape) == shape:
-                return whole_
+            others = {(*p.shape[:axis], *p.shape[axis + 1 :]) for p in held[:n]}
+            if others == {(*shape[:axis], *shape[axis + 1 :])}:
+                whole_ = torch.cat(held[:n], axis)
+                if tuple(whole_.shape) == shape:
+                    return whole_
     return None
 
 
@@ -167,7 +210,8 @@ def run_rank(case: dict[str, Any], rank: int, port: int, out: Path) -> None:
         if ".deepspeed_experts." in name:
             wanted = expert_truth(truth, name, case, rank)
         else:
-            wanted = truth_for(truth, name, tuple(value.shape), rank)
+            shape = tuple(value.shape)
+            wanted = truth_for(truth, name, shape, rank, case["recipe"].get("mp", 1))
         compared += 1
         if wanted is None or not same_bits(wanted, value):
             different.append(f"rank {rank}: {name}" + (" has no truth" if wanted is None else ""))

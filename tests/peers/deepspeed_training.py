@@ -54,6 +54,9 @@ def llama(recipe: Recipe) -> torch.nn.Module:
         model.model.register_buffer("probe_float", torch.linspace(-1, 1, 5))
         model.model.register_buffer("probe_int", torch.arange(7))
         model.model.register_buffer("probe_nonpersistent", torch.ones(3), persistent=False)
+    if recipe.get("odd"):  # fewer elements than ranks, none at all, and never in a loss
+        model.model.tiny = torch.nn.Parameter(torch.ones(1))
+        model.model.empty = torch.nn.Parameter(torch.zeros(0))
     for pattern in recipe.get("freeze", []):
         for name, parameter in model.named_parameters():
             if pattern in name:
@@ -174,6 +177,13 @@ def pipe(recipe: Recipe) -> torch.nn.Module:
     )  # fmt: skip
 
 
+def megatron_pipe(recipe: Recipe) -> torch.nn.Module:
+    """A pipeline with a tensor axis, `mp` ranks along it."""
+    from peers.deepspeed_3d import pipe3d
+
+    return pipe3d(recipe)
+
+
 # --- the run -------------------------------------------------------------------------------------
 
 
@@ -184,6 +194,21 @@ def param_groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]
             (free if parameter.ndim < 2 else decay).append(parameter)
     if recipe.get("one_group"):
         return [{"params": decay + free, "weight_decay": 0.05}]
+    if recipe.get("odd"):
+        odd = [p for p in free if p.numel() < 2]
+        free = [p for p in free if p.numel() > 1]
+        return [
+            {"params": decay, "weight_decay": 0.1},
+            {"params": odd, "weight_decay": 0.3},
+            {"params": free, "weight_decay": 0.0},
+        ]
+    if recipe.get("three_groups"):
+        embed, rest = decay[:1], decay[1:]
+        return [
+            {"params": rest, "weight_decay": 0.1},
+            {"params": free, "weight_decay": 0.0},
+            {"params": embed, "weight_decay": 0.02},
+        ]
     return [
         {"params": decay, "weight_decay": 0.1},
         {"params": free, "weight_decay": 0.0},
@@ -191,7 +216,7 @@ def param_groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]
 
 
 def config_of(recipe: Recipe, world: int) -> dict[str, Any]:
-    dp = world // (recipe.get("pp", 1) * recipe.get("tp", 1))
+    dp = world // (recipe.get("pp", 1) * recipe.get("tp", 1) * recipe.get("mp", 1))
     gas = recipe.get("gas", 1)
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
@@ -241,10 +266,10 @@ def engine_of(recipe: Recipe) -> Any:
         seed_all(recipe.get("seed", 11))
         model: torch.nn.Module = MoEModel(recipe)
     else:
-        model = {"llama": llama, "pipe": pipe}[kind](recipe)
+        model = {"llama": llama, "pipe": pipe, "pipe3d": megatron_pipe}[kind](recipe)
     config = config_of(recipe, int(os.environ["WORLD_SIZE"]))
     if recipe.get("optimizer"):
-        if recipe["optimizer"]["type"] == "Muon":
+        if recipe["optimizer"]["type"] == "Muon":  # hidden matrices; others are Adam's
             for name, parameter in model.named_parameters():
                 hidden = "embed" not in name and "lm_head" not in name
                 parameter.use_muon = parameter.ndim == 2 and hidden
@@ -256,16 +281,33 @@ def engine_of(recipe: Recipe) -> Any:
 
         for i, group in enumerate(groups):
             group["name"] = f"dense_{i}"
-        groups = split_params_into_different_moe_groups_for_optimizer(groups)
-    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            groups, max_group_size=recipe.get("max_group_size", 178_956_971)
+        )
+    optimizer = optimizer_of(recipe, groups)
     return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+
+
+def optimizer_of(recipe: Recipe, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The job's own optimizer: AdamW as the fixtures have it, or any of torch's by its name."""
+    if "torch_optimizer" not in recipe:
+        return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    name, options = recipe["torch_optimizer"]
+    fused = name == "FusedAdam"
+    kind = torch.optim.AdamW if fused else getattr(torch.optim, name)
+    made: torch.optim.Optimizer = kind(groups, lr=0.01, **options)
+    if fused:  # DeepSpeed asks for its class alone; its kernels would be compiled for minutes
+        from deepspeed.ops.adam import FusedAdam
+
+        made.__class__ = type("FusedAdam", (torch.optim.AdamW, FusedAdam), {})
+    return made
 
 
 def coordinates(engine: Any, recipe: Recipe) -> tuple[int, int]:
     """(rank, size) of the data-parallel group."""
     from deepspeed.utils import groups
 
-    if recipe.get("kind") == "pipe":
+    if recipe.get("kind", "").startswith("pipe"):
         return engine.grid.data_parallel_id, engine.grid.data_parallel_size
     if recipe.get("tp", 1) > 1:
         return groups._get_data_parallel_rank(), groups._get_data_parallel_world_size()
@@ -277,7 +319,7 @@ def train_step(engine: Any, recipe: Recipe, step: int) -> float:
     rank, size = coordinates(engine, recipe)
     mine = batch_of(step)[rank * (BATCH // size) : (rank + 1) * (BATCH // size)]
     parts = mine.chunk(recipe.get("gas", 1))
-    if recipe.get("kind") == "pipe":
+    if recipe.get("kind", "").startswith("pipe"):
         batches: Iterator[Any] = iter([(m, m) for m in parts])
         return float(engine.train_batch(data_iter=batches))
     total = 0.0

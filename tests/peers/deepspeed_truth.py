@@ -59,11 +59,15 @@ def _parts(key: str) -> tuple[int, str, str]:
     return rank, name, slot
 
 
-#: Rows of Llama that AutoTP cuts on the second axis.
-_ROW = ("o_proj.weight", "down_proj.weight")
+#: Weights that are cut on the second axis: AutoTP's of Llama, Megatron's.
+_ROW = ("o_proj.weight", "down_proj.weight", "dense_4h_to_h.weight")
+#: Rows of which each rank has a part of the first half and of the second.
+_PAIR = "dense_h_to_4h.weight"
 
 
 def _joined(name: str, rows: list[Any]) -> Any:
+    if name.endswith(_PAIR) and len(rows) > 1:
+        return np.concatenate([np.split(r, 2)[i] for i in range(2) for r in rows])
     return rows[0] if len(rows) == 1 else np.concatenate(rows, 1 if name.endswith(_ROW) else 0)
 
 

@@ -40,7 +40,7 @@ def of_transformers(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, d
 
 def config_of(args: dict[str, Any]) -> Any:
     """megatron-core's config for a model with these args, local spec, fp32."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     gelu_tanh = lambda x: torch.nn.functional.gelu(x, approximate="tanh")  # noqa: E731
     activation = torch.nn.functional.silu if args.get("swiglu") else gelu_tanh
@@ -55,15 +55,30 @@ def config_of(args: dict[str, Any]) -> Any:
             "moe_router_pre_softmax": args.get("moe_router_pre_softmax", False),
             "moe_token_dispatcher_type": "allgather",  # alltoall makes a CUDA stream
             "add_bias_linear": False,
+            "moe_router_score_function": args.get("moe_router_score_function") or "softmax",
+            "moe_router_enable_expert_bias": bool(args.get("moe_router_enable_expert_bias")),
+            "moe_router_topk_scaling_factor": args.get("moe_router_topk_scaling_factor"),
+            "moe_router_num_groups": args.get("moe_router_num_groups"),
+            "moe_router_group_topk": args.get("moe_router_group_topk"),
+            "moe_shared_expert_intermediate_size": args.get("moe_shared_expert_intermediate_size"),
         }
-    return TransformerConfig(
+    kind, latent = TransformerConfig, {}
+    if args.get("multi_latent_attention"):
+        kind = MLATransformerConfig
+        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+                 "rope_type", "rotary_base", "multi_latent_attention", "rotary_scaling_factor",
+                 "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+                 "mscale_all_dim")  # fmt: skip
+        latent = {name: args[name] for name in names if args.get(name) is not None}
+        latent["q_lora_rank"] = args.get("q_lora_rank")
+    return kind(
         **{
             "num_layers": args["num_layers"],
             "hidden_size": args["hidden_size"],
             "ffn_hidden_size": args["ffn_hidden_size"],
             "num_attention_heads": args["num_attention_heads"],
-            "num_query_groups": args["num_query_groups"],
-            "kv_channels": args["kv_channels"],
+            "num_query_groups": args.get("num_query_groups") or args["num_attention_heads"],
+            "kv_channels": args.get("kv_channels"),
             "add_bias_linear": args["add_bias_linear"],
             "add_qkv_bias": args["add_qkv_bias"],
             "gated_linear_unit": bool(args.get("swiglu")),
@@ -79,6 +94,7 @@ def config_of(args: dict[str, Any]) -> Any:
             "apply_rope_fusion": False,
             "persist_layer_norm": False,
             **moe,
+            **latent,
         }
     )
 
@@ -104,6 +120,11 @@ def of_megatron(case: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     args = case["args"]
     config = config_of(args)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    if args.get("multi_latent_attention"):
+        from peers.megatron_model import MLADotProductAttention
+
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = MLADotProductAttention
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

@@ -101,6 +101,11 @@ class MLADotProductAttention(DotProductAttention):
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
+def precision(args: Args) -> torch.dtype:
+    """What the run computes in."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
 def transformer_config(args: Args, case: MegatronCase) -> TransformerConfig:
     """As megatron.training.arguments.core_transformer_config_from_args, every fusion off."""
     kind = MLATransformerConfig if uses_mla(args) else TransformerConfig
@@ -118,7 +123,7 @@ def transformer_config(args: Args, case: MegatronCase) -> TransformerConfig:
         fields.pop(name, None)
     if not args.num_experts:  # arguments.py validate_args @ core_v0.16.1; v0.12.3 kept the default
         fields["moe_ffn_hidden_size"] = None
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    dtype = precision(args)
     interleaved = case.vpp > 1
     fields |= {
         "tensor_model_parallel_size": case.tp,
@@ -208,7 +213,7 @@ def model_chunk(args: Args, case: MegatronCase, config: TransformerConfig, stage
         vp_stage=vp_stage,
     )
     model.model_type = None
-    if args.bf16:
+    if precision(args) != torch.float32:
         model = Float16Module(config, model)
         for module in model.modules():
             if hasattr(module, "_maintain_float32_expert_bias"):
@@ -243,7 +248,11 @@ def build(args: Args, case: MegatronCase, distributed: str) -> Job:
             adam_eps=args.adam_eps,
             clip_grad=args.clip_grad,
             bf16=args.bf16,
-            fp16=False,
+            fp16=args.fp16,
+            initial_loss_scale=getattr(args, "initial_loss_scale", 2.0**32),
+            min_loss_scale=1.0,
+            loss_scale_window=getattr(args, "loss_scale_window", 1000),
+            hysteresis=getattr(args, "hysteresis", 2),
             params_dtype=config.params_dtype,
             use_distributed_optimizer=distributed != "none",
         ),

@@ -284,5 +284,10 @@ def group_options(job: Job) -> list[dict[str, Any]]:
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    distinct = {repr(sorted(group.items())): group for rank in everyone for group in rank}
-    return [distinct[text] for text in sorted(distinct)]
+    return distinct([group for rank in everyone for group in rank])
+
+
+def distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each group once, in the order of their text."""
+    by_text = {repr(sorted(group.items())): group for group in groups}
+    return [by_text[text] for text in sorted(by_text)]

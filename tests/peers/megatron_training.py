@@ -32,11 +32,13 @@ def samples(step: int, vocab: int, length: int, count: int) -> torch.Tensor:
     return torch.randint(0, vocab, (count, length + 1), generator=generator)
 
 
-def train(job: Job, first: int, steps: int, after_step: Callable[[int], None]) -> Curve:
+def train(
+    job: Job, first: int, steps: int, after_step: Callable[[int], None], micro_batch: int = 1
+) -> Curve:
     """`steps` optimizer steps from step number `first`; `after_step(n)` follows the n-th."""
     curve = Curve()
     for number in range(1, steps + 1):
-        loss, norm = one_step(job, first + number - 1)
+        loss, norm = one_step(job, first + number - 1, micro_batch)
         if dist.get_rank() == 0:
             curve.losses.append(loss)
             curve.grad_norms.append(norm)
@@ -47,19 +49,22 @@ def train(job: Job, first: int, steps: int, after_step: Callable[[int], None]) -
     return curve
 
 
-def one_step(job: Job, step: int) -> tuple[float, float]:
+def one_step(job: Job, step: int, micro_batch: int = 1) -> tuple[float, float]:
     """(mean loss over the global batch on rank 0 and nan elsewhere, gradient norm)."""
     batch, args = job.args.global_batch_size, job.args
     rank = parallel_state.get_data_parallel_rank()
     ranks = parallel_state.get_data_parallel_world_size()
-    if batch % ranks:
-        raise ValueError(f"{ranks} data-parallel ranks do not divide the global batch {batch}")
+    if batch % (ranks * micro_batch):
+        raise ValueError(f"{ranks} ranks of {micro_batch} do not divide the global batch {batch}")
     for chunk in job.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     tokens = samples(step, real_vocab(args), args.seq_length, batch)
-    mine = [(number, tokens[number]) for number in range(rank, batch, ranks)]
+    own = range(rank, batch, ranks)
+    mine = [
+        (n := list(own[i : i + micro_batch]), tokens[n]) for i in range(0, len(own), micro_batch)
+    ]
     feeds = [iter(mine) for _ in job.chunks]
     single = len(job.chunks) == 1
     shown = get_forward_backward_func()(
@@ -68,7 +73,7 @@ def one_step(job: Job, step: int) -> tuple[float, float]:
         model=job.chunks[0] if single else job.chunks,
         num_microbatches=len(mine),
         seq_length=args.seq_length,
-        micro_batch_size=1,
+        micro_batch_size=micro_batch,
         forward_only=False,
     )
     updated, norm, _ = job.optimizer.step()
@@ -78,29 +83,29 @@ def one_step(job: Job, step: int) -> tuple[float, float]:
     return mean_loss(shown or [], batch), float(norm)
 
 
-def forward_step(feed: Iterator[tuple[int, torch.Tensor]], model: Any) -> tuple[Any, Any]:
-    """One sample through one model chunk, as Megatron's schedules want it."""
-    number, tokens = next(feed)
-    length = len(tokens) - 1
+def forward_step(feed: Iterator[tuple[list[int], torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    """One micro-batch through one model chunk, as Megatron's schedules want it."""
+    numbers, tokens = next(feed)
+    count, length = len(numbers), tokens.shape[1] - 1
     output = model(
-        tokens[:-1].unsqueeze(0),
-        torch.arange(length).unsqueeze(0),
+        tokens[:, :-1],
+        torch.arange(length).expand(count, length),
         torch.triu(torch.ones(1, 1, length, length), 1).bool(),
-        labels=tokens[1:].unsqueeze(0),
-        loss_mask=torch.ones(1, length),
+        labels=tokens[:, 1:],
+        loss_mask=torch.ones(count, length),
     )
 
-    def loss_of(token_losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        loss = token_losses.float().mean()
-        return loss, {"sample": number, "loss": loss.detach().item()}
+    def loss_of(token_losses: torch.Tensor) -> tuple[torch.Tensor, dict[int, float]]:
+        losses = token_losses.float().mean(dim=1)
+        return losses.mean(), dict(zip(numbers, losses.tolist(), strict=True))
 
     return output, loss_of
 
 
-def mean_loss(shown: list[dict[str, float]], batch: int) -> float:
+def mean_loss(shown: list[dict[int, float]], batch: int) -> float:
     """Summed in the order of the samples, so that no topology changes the rounding. Collective."""
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object([(part["sample"], part["loss"]) for part in shown], everyone, dst=0)
+    dist.gather_object([pair for part in shown for pair in part.items()], everyone, dst=0)
     if everyone is None:
         return float("nan")
     losses = dict(pair for part in everyone for pair in part)

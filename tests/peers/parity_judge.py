@@ -1,9 +1,9 @@
-"""One tiny llama under FSDP2 and DeepSpeed: trains it, saves it, resumes it, shows its state.
+"""One tiny llama under FSDP2, DeepSpeed and Megatron: trained, saved, resumed, its state shown.
 
     python -m peers.parity_judge CASES.json RESULTS.jsonl
 
-One process imports both frameworks and forks the ranks of each case. Model, batches, rates and
-options of the optimizer are the case's, so that both frameworks do the same work.
+One process imports the frameworks and forks the ranks of each case. Model, batches, rates and
+options of the optimizer are the case's, so that all frameworks do the same work.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.fork_ranks import fork_ranks
+from peers.parity import WINDOW
 
 os.environ.update(
     DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
@@ -52,7 +53,7 @@ def tokens_of(case: Case, step: int) -> Any:
     """[batch, length + 1] tokens of a step; three batches in turn, as in megatron_training."""
     import torch
 
-    generator = torch.Generator().manual_seed(9000 + (case["first_batch"] + step) % 3)
+    generator = torch.Generator().manual_seed(9000 + step % 3)
     vocabulary = case["config"]["vocab_size"]
     return torch.randint(0, vocabulary, (case["batch"], case["length"] + 1), generator=generator)
 
@@ -84,10 +85,45 @@ def mine(tokens: Any, case: Case) -> Any:
     return tokens[dist.get_rank() * share : (dist.get_rank() + 1) * share]
 
 
+class Torch:
+    """A job whose optimizer is torch's."""
+
+    case: Case
+    schedule: Any
+
+    def inner(self) -> Any:
+        """The optimizer that holds the state."""
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, Any]:
+        """The step counters that occur, and the options of each group."""
+        inner = self.inner()
+        return {
+            "steps": sorted({float(s["step"]) for s in inner.state.values()}),
+            "options": [[g["weight_decay"], *g["betas"], g["eps"]] for g in inner.param_groups],
+        }
+
+    def spoil(self, what: str) -> None:
+        """Change one thing of the loaded state, to see that the next steps notice."""
+        inner = self.inner()
+        if what == "schedule":
+            self.schedule.step()
+        for group in inner.param_groups:
+            if what == "decay":
+                group["weight_decay"] /= 2
+            elif what == "beta":
+                group["betas"] = (group["betas"][0] * 0.99, group["betas"][1])
+        for state in inner.state.values():
+            if what == "step":
+                state["step"] += 1
+            elif what == "moment":
+                state["exp_avg"].neg_()
+
+
 # --- FSDP2 ---------------------------------------------------------------------------------------
 
 
-class Fsdp:
+class Fsdp(Torch):
     """fully_shard with AdamW and LambdaLR; bf16 computes in it, and keeps fp32 weights."""
 
     def __init__(self, case: Case) -> None:
@@ -111,7 +147,7 @@ class Fsdp:
             foreach=False,
         )  # fmt: skip
         rates = case["rates"]
-        self.rates = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: rates[s])
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: rates[s])
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -123,7 +159,7 @@ class Fsdp:
         import torch.distributed.checkpoint as dcp
 
         weights, moments = self._states()
-        state = {"model": weights, "optim": moments, "lr_scheduler": self.rates.state_dict()}
+        state = {"model": weights, "optim": moments, "lr_scheduler": self.schedule.state_dict()}
         samples = step * self.case["batch"]
         state["train_state"] = {"step": step, "consumed_train_samples": samples}
         dcp.save(state, checkpoint_id=folder)
@@ -136,7 +172,7 @@ class Fsdp:
         weights, moments = self._states()
         train = {"step": -1}
         state = {
-            "model": weights, "optim": moments, "lr_scheduler": self.rates.state_dict(),
+            "model": weights, "optim": moments, "lr_scheduler": self.schedule.state_dict(),
             "train_state": train,
         }  # fmt: skip
         dcp.load(state, checkpoint_id=folder)
@@ -144,9 +180,9 @@ class Fsdp:
             self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments
         )
         # the job's own table of rates: base_lrs are the run's that saved
-        self.rates.load_state_dict(state["lr_scheduler"] | {"base_lrs": [1.0, 1.0]})
-        assert state["train_state"]["step"] == self.rates.last_epoch
-        return int(self.rates.last_epoch)
+        self.schedule.load_state_dict(state["lr_scheduler"] | {"base_lrs": [1.0, 1.0]})
+        assert state["train_state"]["step"] == self.schedule.last_epoch
+        return int(self.schedule.last_epoch)
 
     def state(self) -> dict[str, Any]:
         """slot.name -> whole tensor, from the live parameters."""
@@ -177,8 +213,8 @@ class Fsdp:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
-        self.rates.step()
-        return {"loss": mean_over_ranks(loss), "norm": float(norm), "lr": rate}
+        self.schedule.step()
+        return {"loss": mean_over_ranks(loss), "norm": float(norm), "lr": rate, "scale": 1.0}
 
     def inner(self) -> Any:
         """The optimizer that holds the state."""
@@ -218,7 +254,7 @@ class Rates:
         self._apply()
 
 
-class DeepSpeed:
+class DeepSpeed(Torch):
     """A ZeRO engine over AdamW."""
 
     def __init__(self, case: Case) -> None:
@@ -245,11 +281,16 @@ class DeepSpeed:
         }
         if case["dtype"] == "bf16":
             config["bf16"] = {"enabled": True}
+        if case["dtype"] == "fp16":
+            fp16 = {"initial_scale_power": 9, "loss_scale_window": WINDOW, "hysteresis": 2}
+            config["fp16"] = {"enabled": True, **fp16}
+            deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # torch can
         self.engine = deepspeed.initialize(
             model=model, config=config, optimizer=optimizer,
             lr_scheduler=Rates(optimizer, case["rates"]),
         )[0]  # fmt: skip
-        self.engine.lr_scheduler.optimizer = self.engine.optimizer
+        self.schedule = self.engine.lr_scheduler
+        self.schedule.optimizer = self.engine.optimizer
 
     def save(self, folder: str, step: int) -> None:
         """engine.save_checkpoint."""
@@ -260,9 +301,8 @@ class DeepSpeed:
         """engine.load_checkpoint; the next step as the engine counts."""
         path, _ = self.engine.load_checkpoint(folder)
         assert path is not None, "load_checkpoint found nothing"
-        schedule = self.engine.lr_scheduler
-        assert schedule.last_batch_iteration + 1 == self.engine.global_steps
-        schedule.load_state_dict(schedule.state_dict())
+        assert self.schedule.last_batch_iteration + 1 == self.engine.global_steps
+        self.schedule.load_state_dict(self.schedule.state_dict())
         return int(self.engine.global_steps)
 
     def state(self) -> dict[str, Any]:
@@ -284,22 +324,21 @@ class DeepSpeed:
         rate = self.engine.optimizer.param_groups[0]["lr"]
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
-        return {"loss": mean_over_ranks(loss), "norm": float(norm), "lr": rate}
+        scale = float(getattr(self.engine.optimizer, "cur_scale", 1.0))
+        return {"loss": mean_over_ranks(loss), "norm": float(norm), "lr": rate, "scale": scale}
 
     def inner(self) -> Any:
         """The optimizer that holds the state."""
         return self.engine.optimizer.optimizer
 
 
-def numbers(inner: Any) -> dict[str, Any]:
-    """The step counters that occur, and the options of each group."""
-    return {
-        "steps": sorted({float(s["step"]) for s in inner.state.values()}),
-        "options": [[g["weight_decay"], *g["betas"], g["eps"]] for g in inner.param_groups],
-    }
+def job_of(case: Case) -> Any:
+    """The job of a case's framework, with fresh state."""
+    if case["framework"] == "megatron":
+        from peers.parity_megatron import Megatron
 
-
-FRAMEWORKS = {"fsdp2": Fsdp, "deepspeed": DeepSpeed}
+        return Megatron(case)
+    return {"fsdp2": Fsdp, "deepspeed": DeepSpeed}[case["framework"]](case)
 
 
 # --- cases ---------------------------------------------------------------------------------------
@@ -308,25 +347,6 @@ FRAMEWORKS = {"fsdp2": Fsdp, "deepspeed": DeepSpeed}
 def wrong(case: Case) -> Case:
     """Options that only a load corrects."""
     return {**case, "weight_decay": 0.33, "betas": [0.1, 0.2], "eps": 1e-3}
-
-
-def spoil(job: Any, what: str) -> None:
-    """Change one thing of the loaded state, to see that the next steps notice."""
-    inner = job.inner()
-    if what == "schedule":
-        for _ in range(3):
-            (job.engine.lr_scheduler if isinstance(job, DeepSpeed) else job.rates).step()
-        return
-    for group in inner.param_groups:
-        if what == "decay":
-            group["weight_decay"] = 1.0 - group["weight_decay"]
-        elif what == "beta":
-            group["betas"] = (0.5, group["betas"][1])
-    for state in inner.state.values():
-        if what == "step":
-            state["step"] += 1
-        elif what == "moment":
-            state["exp_avg"].neg_()
 
 
 def run_rank(case: Case, rank: int, meet: str, out: Path) -> None:
@@ -341,35 +361,34 @@ def run_rank(case: Case, rank: int, meet: str, out: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=case["seconds"]))
-    job = FRAMEWORKS[case["framework"]]({**case, "seed": 99} if case["load"] else case)
+    job = job_of({**case, "seed": 99} if case["load"] else case)
     first = job.load(case["load"]) if case["load"] else 0
-    found = numbers(job.inner()) if case["load"] else {}
-    state = job.state() if case["load"] else {}
     if case["spoil"]:
-        spoil(job, case["spoil"])
+        job.spoil(case["spoil"])
     before = [job.step(i) for i in range(first, first + case["before"])]
     at = first + case["before"]
     if case["save"]:
         job.save(case["save"], at)
-        state, found = job.state(), numbers(job.inner())
-    after = [job.step(i) for i in range(at, at + case["steps"])]
+    report = {"name": case["name"], "error": None, "first": at, **job.numbers()}
+
+    def show(after: int) -> None:
+        state = job.state()
+        if rank == 0 and case["state"]:
+            save_file(state, f"{case['state']}-{after}")
+
+    show(0)
+    after = []
+    for n in range(1, case["steps"] + 1):
+        after.append(job.step(at + n - 1))
+        if n in case["probes"]:
+            show(n)
     if case["back"]:
         job.save(case["back"], at + case["steps"])
+    for key, what in (("losses", "loss"), ("norms", "norm"), ("lrs", "lr"), ("scales", "scale")):
+        report[key] = [s[what] for s in after]
+        report["before"] = {**report.get("before", {}), key: [s[what] for s in before]}
     if rank == 0:
-        if case["state"]:
-            save_file(state, case["state"])
-        out.write_text(
-            json.dumps(
-                {
-                    "name": case["name"], "error": None, "first": at, **found,
-                    "losses": [s["loss"] for s in after], "norms": [s["norm"] for s in after],
-                    "lrs": [s["lr"] for s in after],
-                    "before": {
-                        "losses": [s["loss"] for s in before], "norms": [s["norm"] for s in before]
-                    },
-                }
-            )
-        )  # fmt: skip
+        out.write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -394,6 +413,8 @@ def main() -> None:
     import torch
     import torch.distributed.checkpoint
     import transformers.models.llama.modeling_llama  # noqa: F401  # imported for the forks
+
+    import peers.parity_megatron  # noqa: F401  # as well
 
     assert deepspeed.__version__
     torch.set_num_threads(1)
