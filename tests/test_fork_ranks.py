@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from peers.fork_ranks import fork_ranks
+from peers.fork_ranks import fork_job, fork_ranks
 
 
 def test_ranks_that_return_give_none(tmp_path: Path):
@@ -52,7 +52,9 @@ def test_a_rank_that_is_killed_says_by_what(tmp_path: Path):
 
 
 def test_a_rank_that_hangs_shows_where_and_is_ended(tmp_path: Path):
-    def wait_for_nobody(rank: int) -> None:
+    def wait_for_nobody(rank: int, depth: int = 60) -> None:
+        if depth:
+            wait_for_nobody(rank, depth - 1)
         time.sleep(60 * rank)
 
     began = time.monotonic()
@@ -61,3 +63,16 @@ def test_a_rank_that_hangs_shows_where_and_is_ended(tmp_path: Path):
     assert error
     assert "Timeout" in error
     assert "in wait_for_nobody" in error
+
+
+def test_ranks_meet_at_a_port_that_nobody_chose(tmp_path: Path):
+    import torch.distributed as dist
+
+    def rank_main(rank: int) -> None:
+        dist.init_process_group("gloo")
+        seen: list[int | None] = [None] * 3
+        dist.all_gather_object(seen, rank)
+        assert seen == [0, 1, 2]
+        dist.destroy_process_group()
+
+    assert fork_job(rank_main, 3, tmp_path, seconds=60) is None

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
-from peers.fork_ranks import fork_ranks
+from peers.fork_ranks import fork_job
 
 os.environ.update(
     DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
@@ -184,12 +183,8 @@ def spoil(engine: Any, what: str) -> None:
             state["exp_avg"].zero_()
 
 
-def run_rank(case: dict[str, Any], rank: int, port: int, out: Path) -> None:
+def run_rank(case: dict[str, Any], rank: int, out: Path) -> None:
     """One rank of a case; rank 0 writes the result."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["world"]),
-        LOCAL_SIZE=str(case["world"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
     import torch.distributed as dist
     from safetensors.torch import load_file
 
@@ -257,10 +252,7 @@ def judged(case: dict[str, Any], logs: Path) -> dict[str, Any]:
     """The result of one case; its failure is part of it."""
     out = logs / "result.json"
     logs.mkdir(parents=True, exist_ok=True)
-    port = random.randint(20000, 40000)
-    error = fork_ranks(
-        lambda rank: run_rank(case, rank, port, out), case["world"], logs, case["seconds"]
-    )
+    error = fork_job(lambda rank: run_rank(case, rank, out), case["world"], logs, case["seconds"])
     if error is not None or not out.exists():
         return {"name": case["name"], "error": error or "no result"}
     result: dict[str, Any] = json.loads(out.read_text())

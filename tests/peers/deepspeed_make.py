@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peers.deepspeed_judge import preimport, state_of
-from peers.fork_ranks import fork_ranks
+from peers.fork_ranks import fork_job
 
 BEFORE, AFTER = 5, 4  # steps
 
 
-def run_rank(recipe: dict[str, Any], port: int, out: Path, rank: int) -> None:
+def run_rank(recipe: dict[str, Any], out: Path, rank: int) -> None:
     """One rank: train, save, show the state, go on."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(recipe["world"]),
-        LOCAL_SIZE=str(recipe["world"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
     import torch
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -88,8 +82,8 @@ def main() -> None:
     for recipe in recipes:
         folder = out / recipe["name"]
         folder.mkdir(parents=True)
-        start = partial(run_rank, recipe, random.randint(20000, 40000), folder)
-        error = fork_ranks(start, recipe["world"], folder / "logs", 120.0)
+        start = partial(run_rank, recipe, folder)
+        error = fork_job(start, recipe["world"], folder / "logs", 120.0)
         if error is not None:
             (folder / "error").write_text(error)
         elif recipe.get("to_universal"):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 #: How long the others may live on after the first rank has failed: they wait for it in vain.
 GRACE_SECONDS = 5.0
-LOG_TAIL_CHARACTERS = 4000
+#: Of a long log: its start, where a stack of all threads has what hung, and its end.
+LOG_START_CHARACTERS, LOG_END_CHARACTERS = 2000, 4000
 
 
 def fork_ranks(
@@ -38,9 +39,42 @@ def fork_ranks(
     if not failed:
         return None
     return "\n".join(
-        f"rank {rank} {end}:\n{(logs / f'rank-{rank}').read_text()[-LOG_TAIL_CHARACTERS:]}"
+        f"rank {rank} {end}:\n{shortened((logs / f'rank-{rank}').read_text())}"
         for rank, end in sorted(failed.items())
     )
+
+
+def fork_job(
+    rank_main: Callable[[int], None], world: int, logs: Path, seconds: float
+) -> str | None:
+    """`fork_ranks` for frameworks that find each other by MASTER_ADDR and MASTER_PORT.
+
+    The store they meet at is this process's, as it is torchrun's: the system chooses its port, so
+    no other job of this machine can have taken it.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def join(rank: int) -> None:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", GROUP_RANK="0",
+            WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 serves none of its own
+        )  # fmt: skip
+        rank_main(rank)
+
+    return fork_ranks(join, world, logs, seconds)
+
+
+def shortened(log: str) -> str:
+    """The start and the end of a rank's log."""
+    cut = len(log) - LOG_START_CHARACTERS - LOG_END_CHARACTERS
+    if cut <= 0:
+        return log
+    start, end = log[:LOG_START_CHARACTERS], log[-LOG_END_CHARACTERS:]
+    return f"{start}\n[{cut} characters]\n{end}"
 
 
 def run_rank(rank_main: Callable[[int], None], rank: int, log: Path, seconds: float) -> None:

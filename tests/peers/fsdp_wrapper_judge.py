@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
-from peers.fork_ranks import fork_ranks
+from peers.fork_ranks import fork_job
 
 os.environ.update(
     HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error",
@@ -183,12 +182,8 @@ def trainer_run(case: Case) -> tuple[list[float], dict[str, Any]]:
 RUNS = {"accelerate": accelerate_run, "trainer": trainer_run}
 
 
-def run_rank(case: Case, rank: int, port: str, out: Path) -> None:
+def run_rank(case: Case, rank: int, out: Path) -> None:
     """One rank of a case; rank 0 writes the result."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["world"]),
-        LOCAL_WORLD_SIZE=str(case["world"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-    )  # fmt: skip
     import torch
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -217,9 +212,9 @@ def main() -> None:
             logs = found.parent / f"case-{i}"
             logs.mkdir(parents=True)
             case["work"] = str(logs / "work")
-            out, port = logs / "result.json", str(random.randint(20000, 40000))
-            error = fork_ranks(
-                lambda rank, c=case, p=port, o=out: run_rank(c, rank, p, o),
+            out = logs / "result.json"
+            error = fork_job(
+                lambda rank, c=case, o=out: run_rank(c, rank, o),
                 case["world"], logs / "ranks", case["seconds"],
             )  # fmt: skip
             if error is not None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
-from peers.fork_ranks import fork_ranks
+from peers.fork_ranks import fork_job
 from peers.parity import WINDOW
 
 os.environ.update(
@@ -349,12 +348,8 @@ def wrong(case: Case) -> Case:
     return {**case, "weight_decay": 0.33, "betas": [0.1, 0.2], "eps": 1e-3}
 
 
-def run_rank(case: Case, rank: int, meet: str, out: Path) -> None:
+def run_rank(case: Case, rank: int, out: Path) -> None:
     """One rank of a case; rank 0 writes the result."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["world"]),
-        LOCAL_SIZE=str(case["world"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=meet,
-    )  # fmt: skip
     import torch
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -397,9 +392,8 @@ def judged(case: Case, logs: Path) -> dict[str, Any]:
     """The result of one case; its failure is part of it."""
     out = logs / "result.json"
     logs.mkdir(parents=True, exist_ok=True)
-    port = str(random.randint(20000, 40000))
-    error = fork_ranks(
-        lambda rank: run_rank(case, rank, port, out), case["world"], logs / "ranks", case["seconds"]
+    error = fork_job(
+        lambda rank: run_rank(case, rank, out), case["world"], logs / "ranks", case["seconds"]
     )
     if error is not None or not out.exists():
         return {"name": case["name"], "error": error or "no result"}

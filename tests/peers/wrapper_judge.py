@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
 from peers.deepspeed_judge import same_bits, spoil, state_of
-from peers.fork_ranks import fork_ranks
+from peers.fork_ranks import fork_job
 
 os.environ.update(CUDA_VISIBLE_DEVICES="")
 
@@ -31,14 +30,8 @@ def preimport() -> None:
     assert transformers.models.llama.modeling_llama
 
 
-def run_rank(case: dict[str, Any], rank: int, port: int, folder: Path) -> None:
+def run_rank(case: dict[str, Any], rank: int, folder: Path) -> None:
     """One rank of a case; rank 0 writes the result."""
-    world = str(case["world"])
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
-        LOCAL_SIZE=world, NODE_RANK="0", GROUP_RANK="0", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )  # fmt: skip
     os.chdir(folder)
     import warnings
 
@@ -73,9 +66,8 @@ def run_rank(case: dict[str, Any], rank: int, port: int, folder: Path) -> None:
 def judged(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The result of one case; its failure is part of it."""
     folder.mkdir(parents=True)
-    port = random.randint(20000, 40000)
-    error = fork_ranks(
-        lambda rank: run_rank(case, rank, port, folder), case["world"], folder, case["seconds"]
+    error = fork_job(
+        lambda rank: run_rank(case, rank, folder), case["world"], folder, case["seconds"]
     )
     out = folder / "result.json"
     if error is not None or not out.exists():
