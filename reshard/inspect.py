@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from reshard.checkpoint import Checkpoint, Json
-from reshard.tensor import PARAM
+from reshard.tensor import PARAM, LogicalTensor, TensorId
 
 
 def inspect(checkpoint: Checkpoint) -> dict[str, Json]:
     """Headers only: what `inspect --json` prints."""
     tensors = checkpoint.layout.tensors
-    slots: dict[str, dict[str, Json]] = {}
-    for slot in sorted({t.slot for t in tensors}):
-        members = [v for t, v in tensors.items() if t.slot == slot]
-        slots[slot] = {
-            "tensors": len(members),
-            "elements": sum(prod(v.shape) for v in members),
-            "bytes": sum(v.nbytes for v in members),
-            "dtypes": dict(Counter(v.dtype.name for v in members)),
-        }
+    slots = {slot: held.shown() for slot, held in sorted(_slots(tensors).items())}
     padded = {
         v.id.name: [list(v.shape), list(v.padded)]
         for t, v in tensors.items()
@@ -50,6 +44,35 @@ def inspect(checkpoint: Checkpoint) -> dict[str, Json]:
         "extras": dict(checkpoint.extras),
         "problems": list(checkpoint.problems),
     }
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What one slot holds, counted."""
+
+    tensors: int = 0
+    elements: int = 0
+    nbytes: int = 0
+    dtypes: Counter[str] = field(default_factory=Counter)
+
+    def shown(self) -> dict[str, Json]:
+        return {
+            "tensors": self.tensors,
+            "elements": self.elements,
+            "bytes": self.nbytes,
+            "dtypes": dict(self.dtypes),
+        }
+
+
+def _slots(tensors: Mapping[TensorId, LogicalTensor]) -> dict[str, _Slot]:
+    found: defaultdict[str, _Slot] = defaultdict(_Slot)
+    for tensor, logical in tensors.items():
+        slot, elements = found[tensor.slot], prod(logical.shape)
+        slot.tensors += 1
+        slot.elements += elements
+        slot.nbytes += elements * logical.dtype.itemsize
+        slot.dtypes[logical.dtype.name] += 1
+    return found
 
 
 def size_text(n: int | float) -> str:

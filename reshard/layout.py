@@ -118,6 +118,11 @@ def place(box: Box, array: StoredArray, at: Sequence[int] | None = None) -> Piec
     return Piece(box, array, base, strides[len(strides) - len(box.start) :])
 
 
+def whole(array: StoredArray) -> Piece:
+    """The piece for a tensor that is all of `array`."""
+    return Piece(Box.whole(array.shape), array, 0, row_major(array.shape))
+
+
 def place_flat(
     shape: Sequence[int], start: int, stop: int, array: StoredArray, base: int
 ) -> list[Piece]:

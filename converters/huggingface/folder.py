@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,20 +155,20 @@ def quantisation(config: Mapping[str, Json]) -> Mapping[str, Json] | None:
 
 
 _PACKED = (
-    (re.compile(r".*\.(?:qweight|qzeros|g_idx)"), "GPTQ or AWQ"),
-    (re.compile(r".*\.weight\.(?:absmax|quant_map|nested_absmax|quant_state.*)|.*\.SCB"),
-     "bitsandbytes"),
-    (re.compile(r".*\.weight_(?:packed|shape|zero_point)"), "compressed-tensors"),
-    (re.compile(r".*\.lora_[AB]\..*"), "LoRA"),
-)  # fmt: skip
+    (r".*\.(?:qweight|qzeros|g_idx)", "GPTQ or AWQ"),
+    (r".*\.weight\.(?:absmax|quant_map|nested_absmax|quant_state.*)|.*\.SCB", "bitsandbytes"),
+    (r".*\.weight_(?:packed|shape|zero_point)", "compressed-tensors"),
+    (r".*\.lora_[AB]\..*", "LoRA"),
+)
+_ANY_PACKED = re.compile("|".join(f"({pattern})" for pattern, _ in _PACKED))
 
 
-def refuse_packed(names: Mapping[str, object], folder: Path) -> None:
+def refuse_packed(names: Iterable[str], folder: Path) -> None:
     """Raises FormatError for tensors of a quantisation or adapter, whatever the config says."""
     for name in names:
-        for pattern, what in _PACKED:
-            if pattern.fullmatch(name):
-                raise FormatError(
-                    f"{folder}: {name} is a tensor of {what}, which is not read. Give the plain "
-                    "model (merged, unquantised)."
-                )
+        if (found := _ANY_PACKED.fullmatch(name)) is not None:
+            _, what = _PACKED[(found.lastindex or 1) - 1]
+            raise FormatError(
+                f"{folder}: {name} is a tensor of {what}, which is not read. Give the plain "
+                "model (merged, unquantised)."
+            )

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.box import Box
 from reshard.checkpoint import Checkpoint, ParamGroup, consumed_samples
 from reshard.containers import safetensors
 from reshard.containers.safetensors import Item
 from reshard.containers.state_json import kept_groups, loose, read_groups, strict
 from reshard.errors import CorruptError, FormatError, LossError, UnsafeError
-from reshard.layout import Draft, Layout, Piece, StoredArray, place
+from reshard.layout import Draft, Layout, Piece, StoredArray, whole
 from reshard.tensor import EXP_AVG, MASTER, PARAM, STEP, LogicalTensor, TensorId
 
 from .folder import read_json
@@ -77,7 +76,7 @@ def drafts(
     if n > 1:
         files = [f"optimizer-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     made = [safetensors.draft(f"{FOLDER}/{f}", s) for f, s in zip(files, shards, strict=True)]
-    pieces = {_tensor(a.key): place(Box.whole(a.shape), a) for d in made for a in d.arrays}
+    pieces = {_tensor(a.key): whole(a) for d in made for a in d.arrays}
     state = {
         "version": VERSION,
         "files": files,
@@ -105,7 +104,7 @@ def _tensor(key: str) -> TensorId:
 class _Held:
     """What the folder holds, checked."""
 
-    pieces: Mapping[TensorId, Piece]
+    arrays: Mapping[TensorId, StoredArray]
     files: tuple[str, ...]
     state: Mapping[str, Any]
 
@@ -128,8 +127,8 @@ def with_optimizer(checkpoint: Checkpoint) -> Checkpoint:
     held = _read(folder, read_json(where))
     _check(checkpoint, held, where)
     tensors = dict(checkpoint.layout.tensors)
-    for tensor, piece in held.pieces.items():
-        tensors[tensor] = LogicalTensor(tensor, piece.box.shape, piece.array.dtype)
+    for tensor, array in held.arrays.items():
+        tensors[tensor] = LogicalTensor(tensor, array.shape, array.dtype)
     own = checkpoint.layout.pieces_of
     try:
         listed = held.state["groups"]
@@ -143,7 +142,7 @@ def with_optimizer(checkpoint: Checkpoint) -> Checkpoint:
         checkpoint,
         layout=Layout(
             tensors,
-            lambda t: [held.pieces[t]] if t in held.pieces else own(t),
+            lambda t: [whole(held.arrays[t])] if t in held.arrays else own(t),
             checkpoint.layout.naming,
         ),
         files=(*checkpoint.files, *held.files, STATE),
@@ -191,22 +190,21 @@ def _read(folder: Path, state: Mapping[str, Any]) -> _Held:
             if _tensor(key) in arrays:
                 raise CorruptError(f"{folder / FOLDER}: {key} lies in two files")
             arrays[_tensor(key)] = array
-    pieces = {t: place(Box.whole(a.shape), a) for t, a in arrays.items()}
-    return _Held(pieces, tuple(f"{FOLDER}/{f}" for f in listed), state)
+    return _Held(arrays, tuple(f"{FOLDER}/{f}" for f in listed), state)
 
 
 def _check(checkpoint: Checkpoint, held: _Held, where: Path) -> None:
     weights = checkpoint.layout.tensors
-    for tensor, piece in held.pieces.items():
+    for tensor, array in held.arrays.items():
         weight = weights.get(TensorId(tensor.name))
         if weight is None or tensor.slot in ("", PARAM):
             raise CorruptError(
                 f"{where.parent}: holds {tensor}, and the model has no such weight. The optimizer "
                 "is another model's; move its folder away."
             )
-        if weight.shape != piece.box.shape:
+        if weight.shape != array.shape:
             raise CorruptError(
-                f"{where.parent}: {tensor} has shape {list(piece.box.shape)}, the weight "
+                f"{where.parent}: {tensor} has shape {list(array.shape)}, the weight "
                 f"{list(weight.shape)}: the optimizer is another model's"
             )
     told = held.state.get("steps")

@@ -19,24 +19,24 @@ _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 
 def is_quantised(tensors: Mapping[TensorId, LogicalTensor]) -> bool:
     """Whether any tensor's values are not what its elements say."""
-    names = {t.name for t in tensors}
     return any(
         v.dtype.name.startswith("float8")
-        or (t.name.endswith(_BLOCKS) and t.name.removesuffix(_BLOCKS) + _SCALES in names)
+        or (
+            t.name.endswith(_BLOCKS) and TensorId(t.name.removesuffix(_BLOCKS) + _SCALES) in tensors
+        )
         for t, v in tensors.items()
     )
 
 
 def dequantised(
-    checkpoint: Checkpoint,
-    pieces: Mapping[str, Piece],
-    scheme: Mapping[str, Json] | None,
-    dtype: DType,
+    checkpoint: Checkpoint, scheme: Mapping[str, Json] | None, dtype: DType
 ) -> Checkpoint:
     """The checkpoint with every quantised tensor read as `dtype`, its scales used up.
 
     Raises CorruptError for an fp8 tensor without scales, FormatError for blocks nobody tells.
     """
+    layout = checkpoint.layout
+    pieces = {t.name: piece for t in layout.tensors for piece in layout.pieces(t)}
     out: dict[str, Piece] = {}
     used: set[str] = set()
     for name, piece in pieces.items():
@@ -63,7 +63,7 @@ def dequantised(
         extras["config"] = {k: v for k, v in config.items() if k != "quantization_config"}
     return replace(
         checkpoint,
-        layout=Layout(tensors, lambda t: [plain[t.name]], checkpoint.layout.naming),
+        layout=Layout(tensors, lambda t: [plain[t.name]], layout.naming),
         extras=extras,
         quantised=None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint, Json
@@ -12,7 +13,7 @@ from reshard.containers import safetensors, torchfile
 from reshard.containers.torchfile import TensorRef
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
-from reshard.layout import Layout, Piece, place
+from reshard.layout import Layout, Piece, whole
 from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
@@ -20,6 +21,8 @@ from .beside import opaque_in
 from .folder import Weights, quantisation, read_json, refuse_packed, weights
 from .optimizer import is_beside, refuse_beside_blocks, with_optimizer
 from .quantised import dequantised, is_quantised
+
+T = TypeVar("T")
 
 NAME = "hf"
 
@@ -37,19 +40,15 @@ def open_folder(folder: Path, options: OpenOptions) -> Checkpoint:
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     scheme = quantisation(config)
     found = weights(folder)
-    pieces = _safe(folder, found) if found.safe else _torch(folder, found)
-    refuse_packed(pieces, folder)
-    tensors = {
-        TensorId(name): LogicalTensor(TensorId(name), piece.box.shape, piece.array.dtype)
-        for name, piece in pieces.items()
-    }
+    tensors, pieces_of = _safe(folder, found) if found.safe else _torch(folder, found)
+    refuse_packed((t.name for t in tensors), folder)
     index = "one file" if found.where is None else f"{len(found.files)} shards"
     checkpoint = Checkpoint(
         path=folder,
         format=NAME,
         version=f"{'safetensors' if found.safe else 'pytorch_model.bin'}, {index}",
         topology=Topology(),
-        layout=Layout(tensors, _one(pieces), "torch"),
+        layout=Layout(tensors, pieces_of, "torch"),
         files=found.files,
         extras=_extras(config),
         problems=found.problems,
@@ -60,29 +59,29 @@ def open_folder(folder: Path, options: OpenOptions) -> Checkpoint:
         return checkpoint if options.weights_only else with_optimizer(checkpoint)
     if not options.weights_only:
         refuse_beside_blocks(folder)
-    return replace(
-        checkpoint, quantised=lambda dtype: dequantised(checkpoint, pieces, scheme, dtype)
-    )
+    return replace(checkpoint, quantised=lambda dtype: dequantised(checkpoint, scheme, dtype))
 
 
 def _extras(config: Mapping[str, Json]) -> dict[str, Json]:
     return {"config": config} if config else {}
 
 
-def _one(pieces: Mapping[str, Piece]) -> Callable[[TensorId], Sequence[Piece]]:
-    return lambda tensor: [pieces[tensor.name]]
+#: Tensors, and what makes the pieces of one.
+_Held = tuple[dict[TensorId, LogicalTensor], Callable[[TensorId], Sequence[Piece]]]
 
 
-def _safe(folder: Path, found: Weights) -> dict[str, Piece]:
-    def held() -> Iterable[tuple[str, str, Piece]]:
-        for file in found.files:
-            for name, array in safetensors.read_header(folder, file).arrays.items():
-                yield file, name, place(Box.whole(array.shape), array)
+def _safe(folder: Path, found: Weights) -> _Held:
+    held = (
+        (file, name, array)
+        for file in found.files
+        for name, array in safetensors.read_header(folder, file).arrays.items()
+    )
+    arrays = _gathered(folder, found, held)
+    tensors = {(t := TensorId(n)): LogicalTensor(t, a.shape, a.dtype) for n, a in arrays.items()}
+    return tensors, lambda t: [whole(arrays[t.name])]
 
-    return _gathered(folder, found, held())
 
-
-def _torch(folder: Path, found: Weights) -> dict[str, Piece]:
+def _torch(folder: Path, found: Weights) -> _Held:
     def held() -> Iterable[tuple[str, str, Piece]]:
         for file in found.files:
             read = torchfile.load(folder / file, file)
@@ -94,15 +93,17 @@ def _torch(folder: Path, found: Weights) -> dict[str, Piece]:
                 array, base, strides = read.strided(ref, name)
                 yield file, name, Piece(Box.whole(ref.shape), array, base, strides)
 
-    return _gathered(folder, found, held())
+    pieces = _gathered(folder, found, held())
+    tensors = {
+        (t := TensorId(n)): LogicalTensor(t, p.box.shape, p.array.dtype) for n, p in pieces.items()
+    }
+    return tensors, lambda t: [pieces[t.name]]
 
 
-def _gathered(
-    folder: Path, found: Weights, held: Iterable[tuple[str, str, Piece]]
-) -> dict[str, Piece]:
-    """Every tensor once, where the index says it is."""
-    out: dict[str, Piece] = {}
-    for file, name, piece in held:
+def _gathered(folder: Path, found: Weights, held: Iterable[tuple[str, str, T]]) -> dict[str, T]:
+    """Every tensor once, where the index says it is. `held`: file, name, tensor."""
+    out: dict[str, T] = {}
+    for file, name, tensor in held:
         said = file if found.where is None else found.where.get(name)
         if said is None:
             raise CorruptError(
@@ -110,10 +111,10 @@ def _gathered(
                 "two saves. Copy the folder again."
             )
         if name in out:
-            raise CorruptError(f"{folder}: {name} lies in {out[name].array.file} and in {file}")
+            raise CorruptError(f"{folder}: {name} lies in {said} and in {file}")
         if said != file:
             raise CorruptError(f"{folder / file} holds {name}; the index says it lies in {said}")
-        out[name] = piece
+        out[name] = tensor
     ghosts = [n for n in found.where or () if n not in out]
     if ghosts:
         raise CorruptError(

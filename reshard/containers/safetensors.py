@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -47,13 +47,16 @@ def read_header(folder: Path, name: str) -> Header:
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error}") from error
     table = _json(raw, path)
+    del raw
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{path}: __metadata__ is not a table of strings")
-    arrays = {key: _array(name, key, row, start, path) for key, row in table.items()}
-    ordered = dict(sorted(arrays.items(), key=lambda i: (i[1].offset, i[1].nbytes)))
-    _check_tiling(ordered, start, size, path)
-    return Header(ordered, metadata)
+    # the table is used up: of a million entries it takes more memory than what is made of them
+    arrays = {key: _array(name, key, table.pop(key), start, path) for key in list(table)}
+    if not _in_order(arrays.values(), start):
+        arrays = dict(sorted(arrays.items(), key=lambda i: (i[1].offset, i[1].nbytes)))
+    _check_tiling(arrays, start, size, path)
+    return Header(arrays, metadata)
 
 
 def _raw_header(
@@ -107,8 +110,20 @@ def _array(file: str, key: str, row: object, start: int, path: Path) -> StoredAr
 def _sizes(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, list):
         return None
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
-    return tuple(value) if whole else None
+    for n in value:
+        if type(n) is not int or n < 0:  # a bool is an int, too
+            return None
+    return tuple(value)
+
+
+def _in_order(arrays: Iterable[StoredArray], start: int) -> bool:
+    """Whether each array begins where the one before it ends."""
+    at = start
+    for array in arrays:
+        if array.offset != at:
+            return False
+        at += array.nbytes
+    return True
 
 
 def _check_tiling(arrays: Mapping[str, StoredArray], start: int, size: int, path: Path) -> None:
