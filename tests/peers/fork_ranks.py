@@ -6,10 +6,12 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 #: How long the others may live on after the first rank has failed: they wait for it in vain.
@@ -49,23 +51,49 @@ def fork_job(
 ) -> str | None:
     """`fork_ranks` for frameworks that find each other by MASTER_ADDR and MASTER_PORT.
 
-    The store they meet at is this process's, as it is torchrun's: the system chooses its port, so
-    no other job of this machine can have taken it.
+    The system chooses the port of the store they meet at, so no other job of this machine can have
+    taken it.
     """
-    from torch.distributed import TCPStore
+    with meeting_store() as port:
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        def join(rank: int) -> None:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", GROUP_RANK="0",
+                WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 serves none of its own
+            )  # fmt: skip
+            rank_main(rank)
 
-    def join(rank: int) -> None:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", GROUP_RANK="0",
-            WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
-            TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 serves none of its own
-        )  # fmt: skip
-        rank_main(rank)
+        return fork_ranks(join, world, logs, seconds)
 
-    return fork_ranks(join, world, logs, seconds)
+
+@contextmanager
+def meeting_store() -> Iterator[int]:
+    """The port of a TCPStore for ranks to meet at.
+
+    A process of its own serves it: it has a thread, and a fork of a process with threads may
+    inherit a lock that nobody will open.
+    """
+    mine, its = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            from torch.distributed import TCPStore
+
+            mine.close()
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            its.sendall(str(store.port).encode())
+            its.recv(1)  # until nobody holds the other end
+        finally:
+            os._exit(0)
+    its.close()
+    try:
+        yield int(mine.recv(16))
+    finally:
+        mine.close()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def shortened(log: str) -> str:
