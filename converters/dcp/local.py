@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -10,6 +9,7 @@ from pathlib import Path as Folder
 
 from reshard.containers.carried import Carried, carry
 from reshard.containers.inert import TensorRef, tensors_in
+from reshard.containers.small import read_object
 from reshard.containers.torchfile import TorchFile
 from reshard.dialect import expand
 from reshard.dtypes import DType
@@ -84,11 +84,10 @@ def reference_shapes(folder: str) -> dict[str, Shape]:
 
 def _config_shapes(path: Folder) -> dict[str, Shape]:
     """The parameters of the model of a config. Raises FormatError for a model that is not known."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        kind = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{path}: no config of a model ({error!r})") from None
+    config = read_object(path)
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise FormatError(f"{path}: no config of a model: its model_type is {kind!r:.60}")
     named = next((n for n, kinds in model_types().items() if kind in kinds), None)
     if named is None:
         raise FormatError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from reshard.containers.marks import METADATA
+from reshard.containers.small import object_beside
 from reshard.errors import CorruptError, FormatError
 
 from . import listing
@@ -24,13 +24,11 @@ OPTIMIZER = "optimizer.pt"
 
 def is_dcp(folder: Path) -> str | None:
     """Why a folder is a DCP checkpoint and not Megatron's."""
-    if (folder / "metadata.json").is_file():
-        try:
-            said = json.loads((folder / "metadata.json").read_text())
-        except (OSError, ValueError):
-            said = None
-        if isinstance(said, dict) and "sharded_backend" in said:
+    try:
+        if "sharded_backend" in (object_beside(folder / "metadata.json") or {}):
             return None
+    except CorruptError:
+        pass  # some other tool's
     if (folder / METADATA).is_file():
         return None if _is_megatron_fsdp(folder / METADATA) else "holds .metadata"
     if folder.is_dir() and any(folder.glob("__*.distcp")):

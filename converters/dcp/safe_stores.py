@@ -13,6 +13,7 @@ from reshard.box import Box
 from reshard.containers import dcp
 from reshard.containers.dcp import Metadata
 from reshard.containers.safetensors import read_header
+from reshard.containers.small import object_beside, read_object
 from reshard.errors import CorruptError
 from reshard.layout import Piece, StoredArray, place
 
@@ -76,10 +77,10 @@ def _check_index(folder: Folder, leaves: Sequence[Leaf]) -> bool:
     path = next((p for p in places if p.is_file()), None)
     if path is None:
         return False
+    index = read_object(path)
     try:
-        index = json.loads(path.read_text())
         size, listed = index["metadata"]["total_size"], set(index["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return False  # some other tool's
     held = {str(leaf.path[-1]): leaf for leaf in leaves if isinstance(leaf, TensorLeaf)}
     missing = sorted(listed - held.keys())
@@ -127,11 +128,7 @@ def _leaf(
 
 def _check_vocabulary(folder: Folder, leaves: Sequence[Leaf]) -> None:
     """Raises CorruptError if the config beside the shards knows of more rows than there are."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return
-    rows = config.get("vocab_size") if isinstance(config, dict) else None
+    rows = (object_beside(folder / "config.json") or {}).get("vocab_size")
     for leaf in leaves:
         name = str(leaf.path[-1])
         if not isinstance(leaf, TensorLeaf) or not name.endswith("embed_tokens.weight"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path as Folder
@@ -10,6 +9,7 @@ from pathlib import Path as Folder
 from reshard.checkpoint import Checkpoint
 from reshard.containers import dcp, rank_names, torchfile
 from reshard.containers.carried import Carried, carry
+from reshard.containers.small import read_object
 from reshard.errors import CorruptError, FormatError, ReshardError, UsageError
 from reshard.format import OpenOptions
 
@@ -142,11 +142,7 @@ def side_leaves(folder: Folder) -> tuple[list[Leaf], list[str]]:
 
 def _side_values(path: Folder) -> Iterable[tuple[Path, Carried]]:
     if path.suffix == ".json":
-        try:
-            said = json.loads(path.read_text())
-        except ValueError as error:
-            raise CorruptError(f"{path}: is not JSON ({error})") from None
-        return [((path.name,), Carried(said))]
+        return [((path.name,), Carried(read_object(path)))]
     try:
         file = torchfile.load(path)
     except CorruptError:

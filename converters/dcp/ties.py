@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path as Folder
@@ -10,6 +9,7 @@ from pathlib import Path as Folder
 import numpy as np
 
 from reshard.box import Box
+from reshard.containers.small import object_beside
 from reshard.files import Array, Files
 from reshard.layout import Piece
 
@@ -149,11 +149,8 @@ def _rows(files: Files, leaf: TensorLeaf, pieces: Sequence[Piece], start: int, s
 def _config_says(root: Folder) -> bool | None:
     """tie_word_embeddings of the config beside the checkpoint, if there is one that says it."""
     for name in _CONFIGS:
-        try:
-            config = json.loads((root / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
+        config = object_beside(root / name) or {}
+        for part in (config, config.get("text_config")):
             said = part.get("tie_word_embeddings") if isinstance(part, dict) else None
             if isinstance(said, bool):
                 return said

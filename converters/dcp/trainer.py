@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path as Folder
 
 from reshard.box import Box
 from reshard.containers.safetensors import read_header
+from reshard.containers.small import object_beside, read_object
 from reshard.errors import CorruptError, FormatError
 from reshard.layout import place
 from reshard.namings import dialects, module_order
@@ -37,9 +37,8 @@ def _safe_names(folder: Folder) -> list[str]:
     if (folder / MODEL).is_file():
         return [MODEL]
     try:
-        table = json.loads((folder / INDEX).read_text())["weight_map"]
-        return sorted(set(table.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return sorted(set(read_object(folder / INDEX)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{folder / INDEX}: no index of safetensors files ({error})") from None
 
 
@@ -61,15 +60,13 @@ def _in_module_order(folder: Folder, names: Collection[str]) -> list[str]:
 
     Raises FormatError for a model whose order is not known.
     """
-    try:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        kind = None
+    said = (object_beside(folder / "config.json") or {}).get("model_type")
+    kind = said if isinstance(said, str) else None
     found = module_order(names, _DIALECT, kind)
     if found is None:
         known = dialects()[_DIALECT].orders
         parts = {p for n in names for p in n.split(".") if not p.isdigit()}
-        odd = sorted(parts - set(known.get(kind, ())))
+        odd = sorted(parts - set(known.get(kind or "", ())))
         raise FormatError(
             f"{folder}: its optimizer numbers the parameters in the order of the model's modules, "
             + (

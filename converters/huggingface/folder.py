@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint import Json
+from reshard.containers.small import read_object
 from reshard.errors import CorruptError, FormatError, UnsafeError
 
 from .recognise import ADAPTERS, SAFE, SAFE_INDEX, TORCH, TORCH_INDEX
@@ -19,7 +19,6 @@ _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
 #: What trainers keep beside them, by how its name begins.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "sampler", "rng_state")
 _SHOWN = 8  # files that are named
-_LARGEST_JSON = 256 << 20  # bytes; an index of 10^6 tensors is about 100 MB
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def _unread(folder: Path, read: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _index(folder: Path, name: str, suffix: str) -> dict[str, str]:
-    table = read_json(folder / name)
+    table = read_object(folder / name)
     where = table.get("weight_map")
     if not isinstance(where, dict) or not where:
         raise CorruptError(f"{folder / name}: no weight_map in it")
@@ -119,19 +118,6 @@ def _index(folder: Path, name: str, suffix: str) -> dict[str, str]:
                 f"{folder / name} names {file}, which is not there. A shard is missing: copy it."
             )
     return out
-
-
-def read_json(path: Path) -> dict[str, Json]:
-    """A JSON object from a file. Raises CorruptError for anything else."""
-    try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise CorruptError(f"{path}: {path.stat().st_size} bytes are too many for JSON")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CorruptError(f"{path}: not a JSON object")
-    return found
 
 
 def quantisation(config: Mapping[str, Json]) -> Mapping[str, Json] | None:

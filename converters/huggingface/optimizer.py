@@ -18,12 +18,11 @@ from typing import Any
 from reshard.checkpoint import Checkpoint, ParamGroup, consumed_samples
 from reshard.containers import safetensors
 from reshard.containers.safetensors import Item
+from reshard.containers.small import read_object
 from reshard.containers.state_json import kept_groups, loose, read_groups, strict
 from reshard.errors import CorruptError, FormatError, LossError, UnsafeError
 from reshard.layout import Draft, Layout, Piece, StoredArray, whole
 from reshard.tensor import EXP_AVG, MASTER, PARAM, STEP, LogicalTensor, TensorId
-
-from .folder import read_json
 
 FOLDER = "optimizer"
 STATE = f"{FOLDER}/optimizer.json"
@@ -124,7 +123,7 @@ def with_optimizer(checkpoint: Checkpoint) -> Checkpoint:
             )
         return checkpoint
     where = folder / STATE
-    held = _read(folder, read_json(where))
+    held = _read(folder, read_object(where))
     _check(checkpoint, held, where)
     tensors = dict(checkpoint.layout.tensors)
     for tensor, array in held.arrays.items():

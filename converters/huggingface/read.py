@@ -10,6 +10,7 @@ from typing import TypeVar
 from reshard.box import Box
 from reshard.checkpoint import Checkpoint, Json
 from reshard.containers import safetensors, torchfile
+from reshard.containers.small import object_beside
 from reshard.containers.torchfile import TensorRef
 from reshard.errors import CorruptError, FormatError
 from reshard.format import OpenOptions
@@ -18,7 +19,7 @@ from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
 from .beside import opaque_in
-from .folder import Weights, quantisation, read_json, refuse_packed, weights
+from .folder import Weights, quantisation, refuse_packed, weights
 from .optimizer import is_beside, refuse_beside_blocks, with_optimizer
 from .quantised import dequantised, is_quantised
 
@@ -37,7 +38,7 @@ def open_folder(folder: Path, options: OpenOptions) -> Checkpoint:
     given = options.given.degrees
     if given:
         raise FormatError(f"--from: a model folder has no topology, and {dict(given)} is given")
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    config = object_beside(folder / "config.json") or {}
     scheme = quantisation(config)
     found = weights(folder)
     tensors, pieces_of = _safe(folder, found) if found.safe else _torch(folder, found)

@@ -10,9 +10,12 @@ no fixture.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from reshard.containers.small import JSON, read_small
 
 WEIGHTS = ("weights", "model_weights")
 _SCALAR = re.compile(r"  ([a-z_0-9]+): (\S.*)")
@@ -28,10 +31,10 @@ def weights_folder(checkpoint: Path) -> Path | None:
 
 def context_args(weights: Path) -> dict[str, object]:
     """What the config beside a weights folder says, under the names of Megatron's args."""
-    try:
-        text = (weights.parent / "context" / "model.yaml").read_text(errors="replace")
-    except OSError:
+    path = weights.parent / "context" / "model.yaml"
+    if not os.path.lexists(path):
         return {}
+    text = read_small(path, JSON).decode("utf-8", "replace")
     found: dict[str, object] = {}
     inside = False
     for line in text.splitlines():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from reshard.containers import dcp
 from reshard.containers.dcp import Chunk, Metadata, Place, TensorEntry
+from reshard.containers.small import read_object
 from reshard.dtypes import DType, named
 from reshard.errors import CorruptError, FormatError
 from reshard.layout import StoredArray
@@ -86,11 +87,8 @@ def read_metadata(folder: Path) -> Metadata:
 def _header(folder: Path, key: str) -> tuple[tuple[int, ...], tuple[int, ...], DType, str]:
     """(shape, shape of a chunk, dtype, separator in file names) of an array."""
     path = folder / key / _ARRAY
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CorruptError(f"{path}: is no zarr header: {error}") from None
-    if not isinstance(found, dict) or found.get("zarr_format") != 2:
+    found = read_object(path)
+    if found.get("zarr_format") != 2:
         raise FormatError(f"{path}: is not of zarr format 2, which Megatron wrote")
     for field, read in (("compressor", None), ("filters", None), ("order", "C")):
         if found.get(field) != read:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from reshard.errors import CorruptError
 
 #: Bytes of a tracker: it holds a number or a name.
 TRACKER = 4096
-#: Bytes of a small JSON file.
+#: Bytes of a small JSON file; an index of 10^6 tensors is about 100 MB.
 JSON = 256 << 20
 
 
@@ -39,3 +41,19 @@ def read_small(path: Path, most: int) -> bytes:
 def read_tracker(path: Path) -> str:
     """What a tracker says, stripped. Raises CorruptError as `read_small` does."""
     return read_small(path, TRACKER).decode("utf-8", "replace").strip()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises CorruptError for anything else."""
+    try:
+        found = json.loads(read_small(path, JSON))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CorruptError(f"{path}: not a JSON object")
+    return found
+
+
+def object_beside(path: Path) -> dict[str, Any] | None:
+    """The same; None where nothing is at the path."""
+    return read_object(path) if os.path.lexists(path) else None

@@ -378,6 +378,10 @@ SMALL = {
     "deepspeed": ("deepspeed/z1_dp2_fp16", "ckpt"),
     "deepspeed3": ("deepspeed/z3_dp2_bf16", "ckpt"),
     "hf": ("hf/gpt2", "plain"),
+    "trainer": ("wrappers/trainer_single_fp32", "ckpt/checkpoint-6"),
+    "trainer-fsdp": ("wrappers/trainer_fsdp2_dp2_bf16_full", "ckpt/checkpoint-6"),
+    "trainer-deepspeed": ("wrappers/trainer_ds_z2_dp2_bf16", "ckpt/checkpoint-6"),
+    "accelerate": ("wrappers/accelerate_ds_z2_dp2_bf16", "ckpt/step_6"),
 }
 
 
