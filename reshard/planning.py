@@ -278,9 +278,12 @@ def plan_digest(planned: Plan) -> str:
         h.update(json.dumps(planned.migration, sort_keys=True, default=str).encode())
     for draft in target.drafts:
         h.update(f"{draft.name}\t{draft.size}\n".encode())
+        end = None
         for offset, data in draft.literals:
-            h.update(offset.to_bytes(8, "little"))
+            if offset != end:  # one that goes on where the last ended is the same literal
+                h.update(offset.to_bytes(8, "little"))
             h.update(data)
+            end = offset + len(data)
     for tensor, feed in planned.feeds.items():
         if tensor != feed:
             h.update(f"{tensor}\t{feed}\n".encode())

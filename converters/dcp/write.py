@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
 from math import prod
 
 import numpy as np
@@ -18,7 +20,7 @@ from reshard.containers.inert import TensorRef
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import FormatError
 from reshard.format import Declaration, Fate, WriteOptions
-from reshard.layout import Draft, Layout, Piece, StoredArray, place
+from reshard.layout import Draft, Layout, Made, Piece, StoredArray, place
 from reshard.tensor import PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
 
@@ -151,9 +153,12 @@ def _stores(
     for alias, name in aliases.items():
         model.add_alias(dialect.parameter(alias), dialect.parameter(name))
     if not aim.weights_only:
+        counters: dict[float, Carried] = {}  # mostly one for all
         for name, step in steps_of(source, logical).items():
             raw = np.float32(step).tobytes()
-            optimizer.add_value(state(name, STEP), tensor(raw, (), FLOAT32))
+            if step not in counters:
+                counters[step] = tensor(raw, (), FLOAT32)
+            optimizer.add_value(state(name, STEP), counters[step])
         _add_groups(optimizer, aim, groups, numbers)
     for path, value in kept.entries:
         inside = any(path[: len(c)] == c for c in dialect.optimizers)
@@ -205,30 +210,40 @@ def _add_groups(
 # ---------------------------------------------------------------------- files
 
 
-def boxes(shape: tuple[int, ...], dtype: DType, aim: Goal) -> list[Box]:
-    """The chunks of a tensor: rows cut as torch.chunk cuts them for the ranks, or by size.
+def _starts(shape: tuple[int, ...], dtype: DType, aim: Goal) -> range:
+    """The first rows of a tensor's chunks: cut as torch.chunk cuts for the ranks, or by size.
 
+    Every rank holds one, then every rank another.
     Source: torch 2.13 tensor/placement_types.py, Shard._split_tensor (ceil, later ranks may have
     none).
     """
     if prod(shape) == 0:
-        return []
+        return range(0)
     if not shape:
-        return [Box((), ())]
+        return range(1)
     rows = -(-shape[0] // aim.ranks)
     if aim.chunk is not None:
         row = prod(shape[1:]) * dtype.itemsize
         rows = max(1, aim.chunk // row)
+    return range(0, shape[0], rows)
+
+
+def _box(shape: tuple[int, ...], starts: range, start: int) -> Box:
+    """The chunk that begins at one of `_starts`."""
+    if not shape:
+        return Box((), ())
     rest = (0,) * (len(shape) - 1)
-    return [
-        Box.at((a, *rest), (min(rows, shape[0] - a), *shape[1:])) for a in range(0, shape[0], rows)
-    ]
+    return Box.at((start, *rest), (min(starts.step, shape[0] - start), *shape[1:]))
 
 
 def _cuts(logical: LogicalTensor, aim: Goal) -> list[tuple[int, Box]]:
     """The chunks of a tensor, each with the rank whose file holds it, rank by rank."""
-    found = boxes(logical.shape, logical.dtype, aim)
-    return [(rank, box) for rank in range(aim.ranks) for box in found[rank :: aim.ranks]]
+    starts, ranks = _starts(logical.shape, logical.dtype, aim), aim.ranks
+    return [
+        (rank, _box(logical.shape, starts, start))
+        for rank in range(min(ranks, len(starts)))
+        for start in starts[rank::ranks]
+    ]
 
 
 @dataclass
@@ -256,6 +271,14 @@ class _Held:
             out.append(place(box, StoredArray(file, begin, box.shape, logical.dtype, key, file)))
         return out
 
+    def chunks(self, logical: LogicalTensor) -> Iterator[Chunk]:
+        """The same as `.metadata` has them."""
+        cuts, begins = _cuts(logical, self.aim), self.begins[logical.id]
+        for (rank, box), begin in zip(cuts, begins, strict=True):
+            shape = box.shape
+            spot = dcp.tensor_place(_file(rank), begin, shape, logical.dtype)
+            yield Chunk(box.start, shape, spot)
+
 
 def _file(rank: int) -> str:
     return f"__{rank}_0.distcp"
@@ -268,42 +291,45 @@ def _below(folder: str, name: str) -> str:
 def _drafts(store: Store, aim: Goal, held: _Held) -> list[Draft]:
     """The `.distcp` files and `.metadata` of a store; values lie in the first file, as torch has
     them before tensors."""
-    kinds = dcp.Kinds()
-    by_rank: dict[int, list[tuple[str, Box]]] = {}
-    for key, (_, logical) in store.tensors.items():
+    listed = list(store.tensors.items())
+    by_rank: dict[int, array[int]] = {}  # which of them a rank's file holds chunks of
+    for number, (key, (_, logical)) in enumerate(listed):
         held.add(store, key, logical)
-        for rank, box in _cuts(logical, aim):
-            by_rank.setdefault(rank, []).append((key, box))
-    chunks = {
-        key: dcp.Chunks(len(logical.shape), kinds) for key, (_, logical) in store.tensors.items()
-    }
+        for rank in range(min(aim.ranks, len(_starts(logical.shape, logical.dtype, aim)))):
+            by_rank.setdefault(rank, array("I")).append(number)
     spots: dict[str, Place] = {}
     drafts: list[Draft] = []
     for rank in sorted(by_rank.keys() | {0}):
         values = list(store.values.items()) if rank == 0 else []
-        items: list[TensorItem | ObjectItem] = [
-            ObjectItem(key, value.obj, ALLOWED, own_values(value)) for key, (_, value) in values
-        ]
-        mine = by_rank.pop(rank, [])
-        for key, box in mine:
-            items.append(TensorItem(key, box.start, box.shape, store.tensors[key][1].dtype))
+        mine = [listed[number] for number in by_rank.pop(rank, ())]
+        items: chain[TensorItem | ObjectItem] = chain(
+            (ObjectItem(key, value.obj, ALLOWED, own_values(value)) for key, (_, value) in values),
+            (item for key, (_, logical) in mine for item in _items(key, logical, aim, rank)),
+        )
         made = dcp.distcp_file(_below(store.folder, _file(rank)), items)
         drafts.append(made.draft)
-        places = [Place(_file(rank), p.offset, p.length) for p in made.places]
-        spots |= {key: spot for (key, _), spot in zip(values, places, strict=False)}
-        tail = len(values)
-        for (key, box), spot, begin in zip(mine, places[tail:], made.begins[tail:], strict=True):
-            assert begin is not None
-            chunks[key].append(Chunk(box.start, box.shape, spot))
-            held.begins[store.tensors[key][1].id].append(begin)
-    return [*drafts, _metadata(store, chunks, spots)]
+        for (key, _), spot in zip(values, made.places, strict=False):
+            spots[key] = Place(_file(rank), spot.offset, spot.length)
+        begins = iter(made.begins[len(values) :])
+        for _, (_, logical) in mine:
+            count = len(_starts(logical.shape, logical.dtype, aim)[rank :: aim.ranks])
+            held.begins[logical.id].extend(b for b in islice(begins, count) if b is not None)
+    name = _below(store.folder, dcp.METADATA)
+    return [*drafts, dcp.metadata_file(name, lambda: _metadata(store, held, spots))]
 
 
-def _metadata(
-    store: Store, chunks: Mapping[str, Sequence[Chunk]], spots: Mapping[str, Place]
-) -> Draft:
+def _items(key: str, logical: LogicalTensor, aim: Goal, rank: int) -> Iterator[TensorItem]:
+    """The chunks of a tensor that one rank's file holds."""
+    shape, dtype = logical.shape, logical.dtype
+    starts = _starts(shape, dtype, aim)
+    for start in starts[rank :: aim.ranks]:
+        box = _box(shape, starts, start)
+        yield TensorItem(key, box.start, box.shape, dtype)
+
+
+def _metadata(store: Store, held: _Held, spots: Mapping[str, Place]) -> dcp.MetadataDraft:
     entries: dict[str, TensorEntry] = {
-        key: TensorEntry(logical.shape, logical.dtype, chunks[key])
+        key: TensorEntry(logical.shape, logical.dtype, Made(partial(held.chunks, logical)))
         for key, (_, logical) in store.tensors.items()
     }
     entries |= {key: entries[of] for key, (_, of) in store.aliases.items()}
@@ -315,11 +341,8 @@ def _metadata(
             entries[key] = TensorEntry(ref.shape, ref.dtype, [whole])
         else:
             objects[key] = spots[key]
-    held = (*store.tensors.items(), *store.aliases.items(), *store.values.items())
-    paths = {key: path for key, (path, _) in held}
-    raw = dcp.MetadataDraft(entries, objects, paths).pickled()
-    name = f"{store.folder}/{dcp.METADATA}" if store.folder else dcp.METADATA
-    return Draft(name, len(raw), [(0, raw)])
+    listed = (*store.tensors.items(), *store.aliases.items(), *store.values.items())
+    return dcp.MetadataDraft(entries, objects, {key: path for key, (path, _) in listed})
 
 
 # ---------------------------------------------------------------------- what is said

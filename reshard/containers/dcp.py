@@ -18,6 +18,8 @@ from reshard.containers.dcp_write import (
     ObjectItem,
     TensorItem,
     distcp_file,
+    metadata_file,
+    tensor_place,
 )
 
 __all__ = [
@@ -38,8 +40,10 @@ __all__ = [
     "inside",
     "is_metadata",
     "load_object",
+    "metadata_file",
     "rank_metadata",
     "read_metadata",
     "read_object",
+    "tensor_place",
     "unpacked",
 ]

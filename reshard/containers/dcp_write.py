@@ -6,7 +6,7 @@ torch 2.13 distributed/checkpoint (metadata.py, filesystem.py); real torch loads
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from reshard.containers import torchfile
 from reshard.containers.dcp_chunks import Place, TensorEntry
 from reshard.containers.dcp_metadata import METADATA
-from reshard.containers.inert import Global, Record, new_tensor
+from reshard.containers.inert import Global, Record, interned, new_tensor
 from reshard.containers.pickler import Writer, integer
 from reshard.containers.torchfile import Blob
 from reshard.dtypes import DType
@@ -72,17 +72,17 @@ class _Blobs:
         self.stop += blob.length
 
     def literals(self) -> Iterator[tuple[int, bytes]]:
-        """The bytes around the elements, runs that touch made one."""
-        begin, run = 0, b""
+        """The bytes around the elements, runs that touch made one up to some length."""
+        begin, run = 0, bytearray()
         for start, blob in zip(self.starts, self.blobs, strict=True):
             for at, raw in blob.literals:
-                if begin + len(run) == start + at:
-                    run += raw
-                    continue
-                yield begin, run
-                begin, run = start + at, raw
+                if begin + len(run) != start + at or len(run) >= _PIECE:
+                    yield begin, bytes(run)
+                    begin = start + at
+                    run.clear()
+                run += raw
         if run:
-            yield begin, run
+            yield begin, bytes(run)
 
     def arrays(self) -> Iterator[StoredArray]:
         """What is to be filled."""
@@ -110,6 +110,12 @@ def _tensor_blob(sizes: tuple[int, ...], dtype: DType) -> Blob:
     return torchfile.blob(new_tensor(sizes, dtype, "0"), file="")
 
 
+def tensor_place(file: str, begin: int, sizes: tuple[int, ...], dtype: DType) -> Place:
+    """Where the blob of a tensor lies whose elements begin at byte `begin` of a file."""
+    blob = _tensor_blob(sizes, dtype)
+    return Place(file, begin - blob.arrays["0"].offset, blob.length)
+
+
 def distcp_file(name: str, items: Iterable[TensorItem | ObjectItem]) -> DistcpFile:
     """The file of these blobs, one after the other without padding, as torch 2.13 writes it.
 
@@ -118,21 +124,32 @@ def distcp_file(name: str, items: Iterable[TensorItem | ObjectItem]) -> DistcpFi
     made = _Blobs(name)
     places: list[Place] = []
     begins: list[int | None] = []
+    objects: dict[int, tuple[ObjectItem, Blob]] = {}  # a step counter is mostly one for all
     for item in items:
         start = made.stop
         if isinstance(item, TensorItem):
             blob = _tensor_blob(item.sizes, item.dtype)
             begins.append(start + blob.arrays["0"].offset)
         else:
-            blob = torchfile.blob(item.value, file=name, allow=item.allow, values=item.values)
-            if any(stored.numel for stored in blob.arrays.values()):
-                missing = ", ".join(blob.arrays)
-                raise CorruptError(f"{name}: {item.key}: no bytes for its storages {missing}")
+            known = objects.get(id(item.value))
+            if known is not None and (known[0].allow, known[0].values) == (item.allow, item.values):
+                blob = known[1]
+            else:
+                blob = _object_blob(name, item)
+                objects[id(item.value)] = item, blob
             begins.append(None)
         made.add(item.key, blob)
         places.append(Place(name, start, blob.length))
     draft = Draft(name, made.stop, Made(made.literals), Made(made.arrays), Made(made.checksums))
     return DistcpFile(draft, places, begins)
+
+
+def _object_blob(name: str, item: ObjectItem) -> Blob:
+    blob = torchfile.blob(item.value, file=name, allow=item.allow, values=item.values)
+    if any(stored.numel for stored in blob.arrays.values()):
+        missing = ", ".join(blob.arrays)
+        raise CorruptError(f"{name}: {item.key}: no bytes for its storages {missing}")
+    return blob
 
 
 Path = tuple[str | int, ...]
@@ -150,6 +167,8 @@ _LAYOUT = Global("torch.serialization", "_get_layout")
 _SIZE = Global("torch", "Size")
 _STRIDED = Record(_LAYOUT, ("torch.strided",), made="reduce")
 _CONTIGUOUS = Record(_MEMORY, (0,), made="reduce")
+_PIECE = 1 << 20  # bytes of a pickle, or of literals that touch, that are made together
+_SIZES = 1 << 14  # sizes and offsets whose opcodes are kept
 _ALLOWED = frozenset(
     g.path for g in (_METADATA, _TENSOR, _BYTES, _PROPERTIES, _CHUNK, _INDEX, _META, _MEMORY, _INFO)
 )
@@ -167,12 +186,29 @@ class MetadataDraft:
 
     def pickled(self) -> bytes:
         """The pickle: torch 2.13's classes and values, in protocol 2."""
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """The pickle in pieces, each made when it is asked for: there can be millions of chunks."""
         writer = Writer(_ALLOWED, {})
         writer.put(b"\x80\x02")
-        parts = _Parts(writer)
-        parts.metadata(self)
+        for _ in _Parts(writer).metadata(self):
+            if len(writer.out) >= _PIECE:
+                yield writer.take()
         writer.put(b".")
-        return bytes(writer.out)
+        yield writer.take()
+
+
+def metadata_file(name: str, make: Callable[[], MetadataDraft]) -> Draft:
+    """The `.metadata` file of what `make` gives, whenever its bytes are asked for."""
+
+    def literals() -> Iterator[tuple[int, bytes]]:
+        at = 0
+        for piece in make().pieces():
+            yield at, piece
+            at += len(piece)
+
+    return Draft(name, sum(len(piece) for _, piece in literals()), Made(literals))
 
 
 def _shared(plan: Mapping[str, Path]) -> dict[str, Path]:
@@ -199,7 +235,10 @@ class _Parts:
         self.chunk = self.new(_CHUNK) + b"}(" + writer.get("offsets")
         self.sizes = writer.get("sizes")
         self.index = self.new(_INDEX) + b"}(" + writer.get("fqn")
-        self.info = self.new(_INFO) + b"}(" + writer.get("relative_path")
+        self.hint = writer.get("index")
+        self.offset, self.length = writer.get("offset"), writer.get("length")
+        self.info = b"ub" + self.new(_INFO) + b"}(" + writer.get("relative_path")
+        self.known: dict[tuple[int, ...], bytes] = {}  # sizes, of which there are few
 
     def new(self, kind: Global) -> bytes:
         """A new object of this class, without arguments."""
@@ -207,6 +246,14 @@ class _Parts:
 
     def size(self, numbers: tuple[int, ...]) -> bytes:
         """A torch.Size."""
+        found = self.known.get(numbers)
+        if found is None:
+            found = self._size(numbers)
+            if len(self.known) < _SIZES:
+                self.known[numbers] = found
+        return found
+
+    def _size(self, numbers: tuple[int, ...]) -> bytes:
         body = b"".join(map(integer, numbers))
         if len(numbers) > 3:
             body = b"(" + body + b"t"
@@ -219,27 +266,34 @@ class _Parts:
         self.writer.word(name)
         self.writer.save(value, name)
 
-    def metadata(self, draft: MetadataDraft) -> None:
-        """The Metadata object."""
+    def metadata(self, draft: MetadataDraft) -> Iterator[None]:
+        """The Metadata object, with a pause after each of its entries."""
         writer, put = self.writer, self.writer.put
         put(self.new(_METADATA) + b"}(")
         writer.word("state_dict_metadata")
         put(b"}(")
         for key, entry in draft.tensors.items():
             self.tensor(key, entry)
+            yield
         for key in draft.objects:
             writer.word(key)
             put(self.new(_BYTES))
         put(b"u")
+        yield
         plan = draft.planner_data
         self.pair("planner_data", None if plan is None else _shared(plan))
         writer.word("storage_data")
         put(b"}(")
         for key, entry in draft.tensors.items():
+            head = self.index + writer.get(key) + self.hint
             for i, chunk in enumerate(entry.chunks):
-                self.stored(key, chunk.offsets, i, chunk.place)
+                put(head + integer(i) + self.offset + self.size(chunk.offsets))
+                self.stored(chunk.place)
+            yield
         for key, place in draft.objects.items():
-            self.stored(key, None, None, place)
+            put(self.index + writer.get(key) + self.hint + b"N")
+            self.stored(place)
+            yield
         put(b"u")
         writer.word("storage_meta")
         put(self.new(_META) + b"}(")
@@ -258,7 +312,12 @@ class _Parts:
         put(self.new(_TENSOR) + b"}(")
         writer.word("properties")
         put(self.new(_PROPERTIES))
-        writer.save((Global("torch", entry.dtype.name), _STRIDED, False, _CONTIGUOUS, False), key)
+        kind = interned("torch", entry.dtype.name)  # a Global is a type: 2 KB each
+        put(b"(")
+        for part in (kind, _STRIDED, False, _CONTIGUOUS, False):
+            writer.save(part, key)
+        put(b"t")
+        writer.skip()  # each a tuple of its own, as torch has them
         put(b"b")
         writer.word("size")
         put(self.size(entry.shape))
@@ -268,19 +327,12 @@ class _Parts:
             put(self.chunk + self.size(chunk.offsets) + self.sizes + self.size(chunk.sizes) + b"ub")
         put(b"eub")
 
-    def stored(
-        self, key: str, offset: tuple[int, ...] | None, index: int | None, place: Place
-    ) -> None:
-        """A MetadataIndex and its _StorageInfo. The index is a hint, None for objects."""
-        writer, get = self.writer, self.writer.get
-        hint = b"N" if index is None else integer(index)
-        where = b"" if offset is None else get("offset") + self.size(offset)
-        writer.put(self.index + get(key) + get("index") + hint + where + b"ub" + self.info)
+    def stored(self, place: Place) -> None:
+        """What ends a MetadataIndex, and its _StorageInfo; its hint is None for objects."""
+        writer = self.writer
+        writer.put(self.info)
         writer.word(place.file)
-        offset_length = (
-            get("offset") + integer(place.offset) + get("length") + integer(place.length)
-        )
-        writer.put(offset_length)
+        writer.put(self.offset + integer(place.offset) + self.length + integer(place.length))
         if place.transform:
             self.pair("transform_descriptors", list(place.transform))
         writer.put(b"ub")

@@ -71,16 +71,22 @@ class Writer:
     def put(self, raw: bytes) -> None:
         self.out += raw
 
+    def take(self) -> bytes:
+        """What was written since the last time: a long pickle leaves in pieces."""
+        taken = bytes(self.out)
+        self.out.clear()
+        return taken
+
     def remember(self, key: object) -> None:
         """Emits BINPUT for the value on top of the stack."""
-        n = self.indices
-        self.indices += 1
-        self.memo[key] = n
-        self.put(b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
+        self.memo[key] = self.indices
+        self.skip()
 
     def skip(self) -> None:
         """Emits BINPUT for a value never asked for again, as torch's pickler does."""
-        self.remember(("unnamed", self.indices))
+        n = self.indices
+        self.indices += 1
+        self.put(b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
 
     def recall(self, key: object) -> bool:
         """Emits BINGET if the value was written before."""
