@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import sub
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,7 +37,7 @@ class Box:
     @property
     def numel(self) -> int:
         """How many elements the box holds."""
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     def __and__(self, other: Box) -> Box | None:
         """The common part, or None if it is empty."""

@@ -28,7 +28,7 @@ class DType:
 
     def holds(self, other: DType) -> bool:
         """Whether this type has every value of the other one: float16 and bfloat16 hold neither."""
-        return holds(self.numpy, other.numpy)
+        return self is other or holds(self.numpy, other.numpy)
 
 
 @cache

@@ -21,22 +21,24 @@ class Shelf:
     The naive join is quadratic; with the index a grid of n boxes joins in n log n.
     """
 
+    __slots__ = ("axis", "items", "longest", "starts")
+
     def __init__(self, boxes: Iterable[tuple[Box, Piece]]) -> None:
-        items = list(boxes)
-        rank = len(items[0][0].start) if items else 0
-        self.axis = max(
-            range(rank), key=lambda i: len({b.start[i] for b, _ in items}), default=None
-        )
+        self.items = list(boxes)
+        self.axis: int | None = None
         self.longest = 0
-        self.items: list[tuple[Box, Piece]] = []
         self.starts: list[int] = []
-        if self.axis is None:
-            self.items = items
-            return
-        axis = self.axis
-        self.items = sorted(items, key=lambda item: item[0].start[axis])
+        rank = len(self.items[0][0].start) if len(self.items) > 1 else 0
+        if rank:  # one box needs no index, and boxes without axes have none
+            self._index(rank)
+
+    def _index(self, rank: int) -> None:
+        boxes = [box for box, _ in self.items]
+        axis = max(range(rank), key=lambda i: len({b.start[i] for b in boxes}))
+        self.axis = axis
+        self.items.sort(key=lambda item: item[0].start[axis])
         self.starts = [b.start[axis] for b, _ in self.items]
-        self.longest = max(b.stop[axis] - b.start[axis] for b, _ in self.items)
+        self.longest = max(b.stop[axis] - b.start[axis] for b in boxes)
 
     def near(self, box: Box) -> Iterator[tuple[Box, Piece]]:
         """The items that may overlap `box`."""
@@ -59,7 +61,7 @@ class Cover:
 def cover(pieces: Sequence[Piece]) -> Cover:
     """Give every element to the first piece that holds it. Replicas overlap without being equal:
     the area already covered is subtracted, never "equal boxes" dropped."""
-    if len({p.box.start for p in pieces}) == len(pieces) == 1:
+    if len(pieces) == 1:
         return Cover(Shelf([(pieces[0].box, pieces[0])]), ())
     rank = len(pieces[0].box.start) if pieces else 0
     axis = max(range(rank), key=lambda i: len({p.box.start[i] for p in pieces}), default=None)
@@ -245,11 +247,10 @@ def _feed(target: LogicalTensor, source: Checkpoint, derive: Mapping[str, str]) 
     lacks is taken from it, so that nothing is rounded twice.
     """
     same = source.layout.tensors.get(target.id)
-    master = TensorId(target.id.name, MASTER)
-    if same is not None and target.id.slot == PARAM and master in source.layout.tensors:
-        wide = target.dtype.floating and not same.dtype.holds(target.dtype)
-        return master if wide else target.id
     if same is not None:
+        if target.id.slot == PARAM and target.dtype.floating and not same.dtype.holds(target.dtype):
+            master = TensorId(target.id.name, MASTER)
+            return master if master in source.layout.tensors else target.id
         return target.id
     other = derive.get(target.id.slot)
     if other is not None and TensorId(target.id.name, other) in source.layout.tensors:
@@ -289,6 +290,7 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
     notes = list(target.notes)
     read = written = copies = fills = replicas = 0
     derived: dict[tuple[str, str], int] = {}
+    present = source.layout.tensors
     for tensor, logical in target.layout.tensors.items():
         feed = target.feeds.get(tensor) or _feed(logical, source, DERIVED)
         if feed is None:
@@ -296,24 +298,25 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
                 f"{tensor}: the target needs it and the source does not hold it. "
                 "Give a source that does, or leave the slot out (--weights-only)."
             )
-        given = source.layout.tensors[feed]
+        given = present[feed]
         if given.shape != logical.shape:
             raise CoverageError(
                 f"{tensor}: shape {list(logical.shape)} in the target, {list(given.shape)} in the "
                 "source. They are different models, or the vocabulary size is not the same "
                 "(--vocab-size)."
             )
-        told = tensor in source.layout.tensors or tensor in target.feeds
-        if feed.slot != tensor.slot and not told:
+        own = present.get(tensor)
+        if feed.slot != tensor.slot and own is None and tensor not in target.feeds:
             derived[(tensor.slot, feed.slot)] = derived.get((tensor.slot, feed.slot), 0) + 1
         asked = narrow or (feed.slot, tensor.slot) == ("master", "param")
-        own = source.layout.tensors.get(tensor, given)
+        own = given if own is None else own
         loss = _cast_loss(own.dtype, logical.dtype, tensor, asked)
         if loss is not None and (feed.slot == tensor.slot or own is not given):
             losses.append(loss)
         feeds[tensor] = feed
     plan_ = Plan(source, target, feeds, (), (), 0, 0, 0, 0, 0)
     dropped_rows: dict[str, int] = {}
+    used = set(feeds.values())
     once: set[tuple[TensorId, object]] = set()  # what feeds two slots is read for both together
     for tensor, feed in feeds.items():
         held = source.layout.pieces(feed)
@@ -328,7 +331,8 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
                 read += elements * join.source.dtype.itemsize
             if elements != piece.box.numel:
                 fills += sum(1 for _ in join.gaps(piece, [box for box, _ in shared]))
-        once.add((feed, join.target.space))
+        if len(used) < len(feeds):
+            once.add((feed, join.target.space))
         replicas += sum(box.numel for box, _ in join.cover.replicas)
         if (
             join.source.extent != join.target.extent
@@ -345,7 +349,6 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
         losses.append(
             Loss("derived", slot, f"{n} tensors made from {other}: the source has no {slot}")
         )
-    used = set(feeds.values())
     left: dict[str, int] = {}
     for tensor in source.layout.tensors:
         if tensor not in used and tensor not in target.explained and tensor not in feeds:

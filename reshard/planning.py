@@ -104,7 +104,9 @@ def select(checkpoint: Checkpoint, options: Options) -> Checkpoint:
 
     if options.weights_only and not any(t.slot == PARAM for t in checkpoint.layout.tensors):
         raise LossError(f"{checkpoint.path}: holds no weights, only {_slots(checkpoint)}")
-    tensors = {t: v for t, v in checkpoint.layout.tensors.items() if kept(t)}
+    tensors = checkpoint.layout.tensors
+    if options.weights_only or options.include or options.exclude:
+        tensors = {t: v for t, v in tensors.items() if kept(t)}
     if not tensors:
         raise UsageError("--include and --exclude leave no tensor")
     if len(tensors) == len(checkpoint.layout.tensors):
@@ -121,13 +123,10 @@ def select(checkpoint: Checkpoint, options: Options) -> Checkpoint:
 
 def _unmatched(checkpoint: Checkpoint, options: Options) -> list[str]:
     """What is said of patterns that match no tensor: they may be of another model, or mistyped."""
-    names = {t.name for t in checkpoint.layout.tensors}
-    return [
-        f"{flag} {glob} matches no tensor"
-        for flag, globs in (("--include", options.include), ("--exclude", options.exclude))
-        for glob in globs
-        if not fnmatch.filter(names, glob)
-    ]
+    asked = [("--include", g) for g in options.include]
+    asked += [("--exclude", g) for g in options.exclude]
+    names = {t.name for t in checkpoint.layout.tensors} if asked else set()
+    return [f"{flag} {g} matches no tensor" for flag, g in asked if not fnmatch.filter(names, g)]
 
 
 def _slots(checkpoint: Checkpoint) -> str:

@@ -21,7 +21,7 @@ from reshard.containers.safetensors import Item
 from reshard.containers.small import read_object
 from reshard.containers.state_json import kept_groups, loose, read_groups, strict
 from reshard.errors import CorruptError, FormatError, LossError, UnsafeError
-from reshard.layout import Draft, Layout, Piece, StoredArray, whole
+from reshard.layout import Draft, Layout, StoredArray, whole
 from reshard.tensor import EXP_AVG, MASTER, PARAM, STEP, LogicalTensor, TensorId
 
 FOLDER = "optimizer"
@@ -68,14 +68,14 @@ def items(tensors: Mapping[TensorId, LogicalTensor]) -> list[Item]:
 
 def drafts(
     source: Checkpoint, shards: Sequence[Sequence[Item]], names: set[str]
-) -> tuple[list[Draft], dict[TensorId, Piece]]:
-    """The files of the folder, and where every tensor lies in them."""
+) -> tuple[list[Draft], dict[TensorId, StoredArray]]:
+    """The files of the folder, and the array of every tensor in them."""
     n = len(shards)
     files = ["optimizer.safetensors"]
     if n > 1:
         files = [f"optimizer-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     made = [safetensors.draft(f"{FOLDER}/{f}", s) for f, s in zip(files, shards, strict=True)]
-    pieces = {_tensor(a.key): whole(a) for d in made for a in d.arrays}
+    arrays = {_tensor(a.key): a for d in made for a in d.arrays}
     state = {
         "version": VERSION,
         "files": files,
@@ -88,7 +88,7 @@ def drafts(
         "steps": strict({name: step for name, step in source.steps.items() if name in names}),
     }
     raw = (json.dumps(state, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
-    return [*made, Draft(STATE, len(raw), [(0, raw)])], pieces
+    return [*made, Draft(STATE, len(raw), [(0, raw)])], arrays
 
 
 def _tensor(key: str) -> TensorId:

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod
 
-from reshard.box import Box
 from reshard.checkpoint import TIES, Checkpoint, Json, is_samples, ties
 from reshard.containers import safetensors
 from reshard.containers.safetensors import Item
 from reshard.dtypes import DType, named
 from reshard.errors import CoverageError, FormatError, UsageError
 from reshard.format import Declaration, Fate, Loss, WriteOptions
-from reshard.layout import Draft, Layout, Piece, place
+from reshard.layout import Draft, Layout, StoredArray, whole
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Target, Topology
 
@@ -49,22 +48,27 @@ def declare_folder(source: Checkpoint, target: Target, options: WriteOptions) ->
     weights |= {copy: replace(weights[first], id=copy) for copy, first in copies.items()}
     limit, balanced = _limit(chosen, options), _said_yes(chosen, "balanced")
     listed = [Item(t.name, v.shape, v.dtype) for t, v in weights.items()]
-    drafts, pieces = _files(deal(listed, limit, balanced=balanced))
+    drafts, arrays = _files(deal(listed, limit, balanced=balanced))
     others = beside(source, weights, options)
     drafts += others.drafts
     beyond: dict[TensorId, LogicalTensor] = {}
+    theirs: dict[TensorId, StoredArray] = {}
     if _said_yes(chosen, "optimizer"):
         if options.weights_only:
             raise UsageError("optimizer=yes and --weights-only contradict each other")
         beyond = optimizer.kept(source, weights)
         shards = deal(optimizer.items(beyond), limit, balanced=balanced)
         more, theirs = optimizer.drafts(source, shards, {t.name for t in weights})
-        drafts, pieces = [*drafts, *more], {**pieces, **theirs}
+        drafts = [*drafts, *more]
     return Declaration(
         format="hf",
         topology=Topology(),
         folder="",
-        layout=Layout({**weights, **beyond}, lambda t: [pieces[t]], "torch"),
+        layout=Layout(
+            {**weights, **beyond},
+            lambda t: [whole(arrays[t.name] if t.slot == PARAM else theirs[t])],
+            "torch",
+        ),
         drafts=drafts,
         losses=(*_left(source, bool(beyond)), *others.losses),
         notes=others.notes,
@@ -92,15 +96,19 @@ def _weights(source: Checkpoint, options: WriteOptions) -> dict[TensorId, Logica
     present = source.layout.tensors
     asked = named(options.dtype) if options.dtype else None
     out: dict[TensorId, LogicalTensor] = {}
-    for name in sorted({t.name for t in present}, key=natural):
-        own = present.get(TensorId(name)) or present.get(TensorId(name, MASTER))
-        if own is None:
-            continue
-        weight = TensorId(name) in present
-        dtype = own.dtype if weight else _said(source) or source.kinds.get(name, own.dtype)
+    best = (
+        t
+        for t in present
+        if t.slot == PARAM or (t.slot == MASTER and TensorId(t.name) not in present)
+    )
+    for held in sorted(best, key=lambda t: natural(t.name)):
+        own, dtype, weight = present[held], present[held].dtype, held
+        if held.slot == MASTER:
+            dtype = _said(source) or source.kinds.get(held.name, dtype)
+            weight = TensorId(held.name)
         if asked is not None and own.dtype.floating and not _kept(own, asked):
             dtype = asked
-        out[TensorId(name)] = LogicalTensor(TensorId(name), own.shape, dtype, fixed=own.fixed)
+        out[weight] = LogicalTensor(weight, own.shape, dtype, fixed=own.fixed)
     if not out:
         raise CoverageError(f"{source.path} holds no weights")
     return out
@@ -144,11 +152,14 @@ def _said(source: Checkpoint) -> DType | None:
     return named(found) if isinstance(found, str) else None
 
 
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+_NUMBER = re.compile(r"(\d+)")
+
+
+def natural(name: str) -> tuple[str | int, ...]:
     """The order of names in which numbers count: layer 10 after layer 9."""
-    return tuple(
-        (1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name)
-    )
+    parts: list[str | int] = [*_NUMBER.split(name)]  # text and numbers in turn
+    parts[1::2] = map(int, parts[1::2])
+    return tuple(parts)
 
 
 def _fates(source: Checkpoint, optimizer_kept: bool) -> Iterator[Fate]:
@@ -196,25 +207,26 @@ def deal(items: Sequence[Item], limit: int, *, balanced: bool = False) -> list[l
     shards: list[list[Item]] = [[]]
     size = done = 0
     for item in items:
-        full = size + item.nbytes > limit or (balanced and done >= each * len(shards))
+        nbytes = item.nbytes
+        full = size + nbytes > limit or (balanced and done >= each * len(shards))
         if shards[-1] and full:
             shards.append([])
             size = 0
         shards[-1].append(item)
-        size += item.nbytes
-        done += item.nbytes
+        size += nbytes
+        done += nbytes
     return shards
 
 
-def _files(shards: Sequence[Sequence[Item]]) -> tuple[list[Draft], dict[TensorId, Piece]]:
-    """The weight files and the index built from what they hold."""
+def _files(shards: Sequence[Sequence[Item]]) -> tuple[list[Draft], dict[str, StoredArray]]:
+    """The weight files and the index built from what they hold; their arrays by name."""
     n = len(shards)
     names = [SAFE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     drafts = [safetensors.draft(f, s) for f, s in zip(names, shards, strict=True)]
-    pieces = {TensorId(a.key): place(Box.whole(a.shape), a) for d in drafts for a in d.arrays}
+    arrays = {a.key: a for d in drafts for a in d.arrays}
     if n > 1:
         drafts.append(_index(drafts))
-    return drafts, pieces
+    return drafts, arrays
 
 
 def _index(drafts: Sequence[Draft]) -> Draft:

@@ -18,10 +18,11 @@ from reshard.layout import Draft, StoredArray
 LONGEST_HEADER = 100_000_000
 #: The library's order of element types in a file: the widest first.
 #: Source: safetensors 24b0b28 src/tensor.rs Dtype, sorted descending by prepare().
-_RANK = (
+_ORDER = (
     "BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ",
     "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
 )  # fmt: skip
+_RANK = {code: i for i, code in enumerate(_ORDER)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,25 +160,30 @@ def draft(name: str, items: Sequence[Item]) -> Draft:
     to run. Raises FormatError for an element type that safetensors has no code for.
     """
     ordered = sorted(items, key=lambda i: (-_rank(i.dtype, i.name), i.name.encode()))
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for item in ordered:
-        span = [at, at + item.nbytes]
-        table[item.name] = {
-            "dtype": item.dtype.safetensors, "shape": list(item.shape), "data_offsets": span
-        }  # fmt: skip
-        at = span[1]
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    arrays, offset = [], start
+    header = _header(ordered)
+    arrays, offset = [], len(header)
     for item in ordered:
         arrays.append(StoredArray(name, offset, item.shape, item.dtype, item.name))
         offset += item.nbytes
-    return Draft(name, offset, [(0, len(text).to_bytes(8, "little") + text)], arrays)
+    return Draft(name, offset, [(0, header)], arrays)
+
+
+def _header(items: Iterable[Item]) -> bytes:
+    """The header of a file that holds these tensors one behind another."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for item in items:
+        stop = at + item.nbytes
+        table[item.name] = {
+            "dtype": item.dtype.safetensors, "shape": item.shape, "data_offsets": (at, stop)
+        }  # fmt: skip
+        at = stop
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _rank(dtype: DType, name: str) -> int:
     if dtype.safetensors is None:
         raise FormatError(f"{name}: safetensors has no element type {dtype.name}")
-    return _RANK.index(dtype.safetensors)
+    return _RANK[dtype.safetensors]
