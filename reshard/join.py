@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from reshard.box import Box, uncovered
 from reshard.checkpoint import Checkpoint, Json
@@ -40,14 +41,13 @@ class Shelf:
         self.starts = [b.start[axis] for b, _ in self.items]
         self.longest = max(b.stop[axis] - b.start[axis] for b in boxes)
 
-    def near(self, box: Box) -> Iterator[tuple[Box, Piece]]:
+    def near(self, box: Box) -> Sequence[tuple[Box, Piece]]:
         """The items that may overlap `box`."""
         if self.axis is None:
-            yield from self.items
-            return
+            return self.items
         low = bisect_right(self.starts, box.start[self.axis] - self.longest)
         high = bisect_left(self.starts, box.stop[self.axis])
-        yield from self.items[low:high]
+        return self.items[low:high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Fill:
     target: Piece
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorJoin:
     """Everything that is to be done for one tensor of the target."""
 
@@ -122,8 +122,16 @@ class TensorJoin:
     source: LogicalTensor
     cover: Cover
     pieces: Sequence[Piece]  # of the target
-    wanted: Shelf  # the same pieces, indexed
-    again: Shelf  # the further holders of the source, indexed
+
+    @cached_property
+    def wanted(self) -> Shelf:
+        """The pieces of the target, indexed."""
+        return Shelf((p.box, p) for p in self.pieces)
+
+    @cached_property
+    def again(self) -> Shelf:
+        """The further holders of the source, indexed."""
+        return Shelf(self.cover.replicas)
 
     @property
     def decoded(self) -> bool:
@@ -227,9 +235,7 @@ class Plan:
                 f"{tensor}: counted as {source.factors} in the source and as {target.factors} in "
                 "the target, and neither is the finer one"
             )
-        held_by = cover(held)
-        indexed = Shelf((p.box, p) for p in wanted)
-        return TensorJoin(target, source, held_by, wanted, indexed, Shelf(held_by.replicas))
+        return TensorJoin(target, source, cover(held), wanted)
 
     @property
     def names(self) -> dict[str, list[TensorId]]:
@@ -325,11 +331,11 @@ def plan(source: Checkpoint, target: Declaration, *, narrow: bool = False) -> Pl
         read_before = (feed, join.target.space) in once
         for piece, shared in join.shares():
             copies += len(shared)
-            elements = sum(box.numel for box, _ in shared)
-            written += piece.box.numel * join.target.dtype.itemsize
+            elements, wanted = sum(box.numel for box, _ in shared), piece.box.numel
+            written += wanted * join.target.dtype.itemsize
             if not read_before:
                 read += elements * join.source.dtype.itemsize
-            if elements != piece.box.numel:
+            if elements != wanted:
                 fills += sum(1 for _ in join.gaps(piece, [box for box, _ in shared]))
         if len(used) < len(feeds):
             once.add((feed, join.target.space))

@@ -65,7 +65,8 @@ def free_disk(place: Path) -> int:
 
 def amplification(planned: Plan) -> float:
     """Bytes read over the bytes of the tensors that are moved."""
-    needed = sum(planned.source.layout.tensors[f].nbytes for f in set(planned.feeds.values()))
+    held = planned.source.layout.tensors
+    needed = sum(held[f].nbytes for f in dict.fromkeys(planned.feeds.values()))  # in their order
     return round(planned.bytes_read / needed, 3) if needed else 1.0
 
 
