@@ -32,7 +32,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements along each axis."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:

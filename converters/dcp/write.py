@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from math import prod
 
@@ -236,14 +236,25 @@ def _box(shape: tuple[int, ...], starts: range, start: int) -> Box:
     return Box.at((start, *rest), (min(starts.step, shape[0] - start), *shape[1:]))
 
 
-def _cuts(logical: LogicalTensor, aim: Goal) -> list[tuple[int, Box]]:
+def _of_rank(logical: LogicalTensor, aim: Goal, rank: int) -> list[Box]:
+    """The chunks of a tensor that one rank's file holds."""
+    starts = _starts(logical.shape, logical.dtype, aim)
+    return [_box(logical.shape, starts, start) for start in starts[rank :: aim.ranks]]
+
+
+def _cuts(logical: LogicalTensor, aim: Goal) -> Sequence[tuple[int, Box]]:
     """The chunks of a tensor, each with the rank whose file holds it, rank by rank."""
-    starts, ranks = _starts(logical.shape, logical.dtype, aim), aim.ranks
-    return [
-        (rank, _box(logical.shape, starts, start))
-        for rank in range(min(ranks, len(starts)))
-        for start in starts[rank::ranks]
-    ]
+    starts = _starts(logical.shape, logical.dtype, aim)
+    made = _known_cut if len(starts) <= aim.ranks else _cut  # layers are cut alike
+    return made(logical.shape, starts, aim.ranks)
+
+
+def _cut(shape: tuple[int, ...], starts: range, ranks: int) -> Sequence[tuple[int, Box]]:
+    held = range(min(ranks, len(starts)))
+    return [(rank, _box(shape, starts, a)) for rank in held for a in starts[rank::ranks]]
+
+
+_known_cut = lru_cache(maxsize=64)(_cut)
 
 
 @dataclass
@@ -274,12 +285,16 @@ class _Held:
     def chunks(self, logical: LogicalTensor) -> Iterator[Chunk]:
         """The same as `.metadata` has them."""
         cuts, begins = _cuts(logical, self.aim), self.begins[logical.id]
+        spans: dict[tuple[int, ...], tuple[int, int]] = {}  # one, but for the last rows
         for (rank, box), begin in zip(cuts, begins, strict=True):
             shape = box.shape
-            spot = dcp.tensor_place(_file(rank), begin, shape, logical.dtype)
-            yield Chunk(box.start, shape, spot)
+            span = spans.get(shape)
+            if span is None:
+                span = spans[shape] = dcp.tensor_span(shape, logical.dtype)
+            yield Chunk(box.start, shape, Place(_file(rank), begin - span[0], span[1]))
 
 
+@lru_cache(maxsize=1 << 12)
 def _file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
@@ -301,30 +316,26 @@ def _drafts(store: Store, aim: Goal, held: _Held) -> list[Draft]:
     drafts: list[Draft] = []
     for rank in sorted(by_rank.keys() | {0}):
         values = list(store.values.items()) if rank == 0 else []
-        mine = [listed[number] for number in by_rank.pop(rank, ())]
+        mine = [
+            (key, logical, _of_rank(logical, aim, rank))
+            for number in by_rank.pop(rank, ())
+            for key, (_, logical) in [listed[number]]
+        ]
         items: chain[TensorItem | ObjectItem] = chain(
             (ObjectItem(key, value.obj, ALLOWED, own_values(value)) for key, (_, value) in values),
-            (item for key, (_, logical) in mine for item in _items(key, logical, aim, rank)),
+            (TensorItem(k, b.start, b.shape, t.dtype) for k, t, boxes in mine for b in boxes),
         )
         made = dcp.distcp_file(_below(store.folder, _file(rank)), items)
         drafts.append(made.draft)
         for (key, _), spot in zip(values, made.places, strict=False):
             spots[key] = Place(_file(rank), spot.offset, spot.length)
         begins = iter(made.begins[len(values) :])
-        for _, (_, logical) in mine:
-            count = len(_starts(logical.shape, logical.dtype, aim)[rank :: aim.ranks])
-            held.begins[logical.id].extend(b for b in islice(begins, count) if b is not None)
+        for _, logical, boxes in mine:
+            for begin in islice(begins, len(boxes)):
+                assert begin is not None
+                held.begins[logical.id].append(begin)
     name = _below(store.folder, dcp.METADATA)
     return [*drafts, dcp.metadata_file(name, lambda: _metadata(store, held, spots))]
-
-
-def _items(key: str, logical: LogicalTensor, aim: Goal, rank: int) -> Iterator[TensorItem]:
-    """The chunks of a tensor that one rank's file holds."""
-    shape, dtype = logical.shape, logical.dtype
-    starts = _starts(shape, dtype, aim)
-    for start in starts[rank :: aim.ranks]:
-        box = _box(shape, starts, start)
-        yield TensorItem(key, box.start, box.shape, dtype)
 
 
 def _metadata(store: Store, held: _Held, spots: Mapping[str, Place]) -> dcp.MetadataDraft:

@@ -19,7 +19,7 @@ from reshard.containers.dcp_write import (
     TensorItem,
     distcp_file,
     metadata_file,
-    tensor_place,
+    tensor_span,
 )
 
 __all__ = [
@@ -44,6 +44,6 @@ __all__ = [
     "rank_metadata",
     "read_metadata",
     "read_object",
-    "tensor_place",
+    "tensor_span",
     "unpacked",
 ]

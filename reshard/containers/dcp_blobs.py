@@ -69,6 +69,7 @@ class Blobs:
         order = sorted(range(len(wanted)), key=lambda i: wanted[i][1].place[:2])
         found: dict[int, Piece] = {}
         window: Window | None = None
+        file = None
         try:
             for i in order:
                 key, chunk, dtype = wanted[i]
@@ -76,14 +77,15 @@ class Blobs:
                 if place.transform:
                     found[i] = _piece(chunk, self._packed(key, chunk, dtype))
                     continue
-                path = self.folder / place.file
-                if window is None or window.path != path:
+                if window is None or place.file != file:
                     if window:
                         window.close()
-                    window = Window(self._files.path(place.file))
+                    window, file = Window(self._files.path(place.file)), place.file
                     end = window.length
                 if place.offset + place.length > end:
-                    raise CorruptError(f"{path}: has {end} bytes; {key} ends beyond it. {CUT}")
+                    raise CorruptError(
+                        f"{window.path}: has {end} bytes; {key} ends beyond it. {CUT}"
+                    )
                 window.move(place.offset, place.length)
                 found[i] = self._locate(window, key, chunk, dtype)
         finally:

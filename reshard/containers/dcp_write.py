@@ -110,10 +110,10 @@ def _tensor_blob(sizes: tuple[int, ...], dtype: DType) -> Blob:
     return torchfile.blob(new_tensor(sizes, dtype, "0"), file="")
 
 
-def tensor_place(file: str, begin: int, sizes: tuple[int, ...], dtype: DType) -> Place:
-    """Where the blob of a tensor lies whose elements begin at byte `begin` of a file."""
+def tensor_span(sizes: tuple[int, ...], dtype: DType) -> tuple[int, int]:
+    """Bytes of a tensor's blob before the elements, and of all of it."""
     blob = _tensor_blob(sizes, dtype)
-    return Place(file, begin - blob.arrays["0"].offset, blob.length)
+    return blob.arrays["0"].offset, blob.length
 
 
 def distcp_file(name: str, items: Iterable[TensorItem | ObjectItem]) -> DistcpFile:
