@@ -64,9 +64,20 @@ def test_no_field_is_without_a_fate(unpacked: Unpack, name: str, inner: str, wei
         except ReshardError:
             continue  # refused, as the matrix says
         planned.append(to)
-        told = {f["path"] for f in report["fates"]}
-        if left := sorted(expected - told):
+        told = {f["path"]: f for f in report["fates"]}
+        assert len(report["fates"]) == len(told), f"{to}: a field has two fates"
+        assert opened.steps or "steps" not in told, to
+        above = {f"with {p}" for p, f in told.items() if f["detail"]}
+        assert above.isdisjoint(f["detail"] for f in told.values()), f"{to}: a reason is not told"
+        if left := sorted(expected - told.keys()):
             untold[to] = left
+        training = report["target"]["per_rank"].keys() > {"param"}
+        neutral = {told[p]["kind"] for p in (expected & told.keys()) - opened.extras.keys()}
+        assert neutral <= {"keep"} if training else "keep" not in neutral or to == "universal", to
+        placeless = {p for p, f in told.items() if f["detail"].endswith("has no place for it")}
+        lost = {x["what"] for x in report["losses"] if x["detail"].endswith("has no place for it")}
+        assert placeless == lost, to
+        assert training or not lost, to
     assert planned
     assert untold == {}
 

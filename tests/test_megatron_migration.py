@@ -177,7 +177,7 @@ KEY = "decoder.layers.mlp.linear_fc1.weight"
         (".zarray", b'"order": "C"', b'"order": "F"', FormatError, "order"),
         (".zarray", b"bfloat16", b"<V2", FormatError, "dtype '<V2'"),
         (".zarray", b'"zarr_format": 2', b'"zarr_format": 3', FormatError, "zarr format 2"),
-        (".zarray", b"{", b"[", CorruptError, "no zarr header"),
+        (".zarray", b"{", b"[", CorruptError, "not JSON"),
         ("0.1.0", None, None, CorruptError, "0.1.0: this chunk is missing"),
         ("0.1.0", b"", b"more", CorruptError, "0.1.0: has"),
     ],
