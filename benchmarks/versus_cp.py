@@ -164,17 +164,17 @@ def _rows(
 def workers(folder: Path, size: int, rounds: int, *, only: str = "") -> list[str]:
     """One worker and two, on casts and on a re-layout.
 
-    The casts read a third of a checkpoint or less, so theirs is three times as big.
+    The casts read less than a third of a checkpoint, so theirs is three times as big.
     """
     target, log = folder / "target", folder / "log"
-    casts = ("--weights-only", "--dtype")
+    cast = ("--weights-only", "--dtype")
     rows = []
     before = 0
     for name, times, to, more in (
         ("re-layout: tp4pp2 to DCP dp4 of the HF model", 1, "dcp:dp4,names=hf", ()),
         ("re-layout: tp4pp2 to tp2pp4", 1, "tp2pp4", ()),
-        ("casts: masters to bf16 weights", 3, "hf", (*casts, "bf16")),
-        ("casts: weights to fp16", 3, "tp2pp4", (*casts, "fp16")),
+        ("casts: masters to fp16 weights, tp4pp2 to tp2pp4", 3, "tp2pp4", (*cast, "fp16")),
+        ("casts: fp32 weights to bf16, HF", 3, "hf", (*cast, "bf16", "--max-shard-size", "500MB")),
     ):
         if only not in name:
             continue
@@ -182,6 +182,10 @@ def workers(folder: Path, size: int, rounds: int, *, only: str = "") -> list[str
             empty(folder / "source")
             source = make(times * size, folder / "source", parse_degrees("tp4pp2")).parent
             before = times
+        if to == "hf":
+            made(source, folder / "fp32", "hf", *cast, "fp32")
+            empty(source)
+            source = folder / "fp32"
         for verified in (["--no-verify"], []):
             ours = convert(source, target, to, *more, *verified)
             costs = in_turn(

@@ -28,6 +28,8 @@ Array = npt.NDArray[Any]
 _SHARE = 8
 #: Bytes below which a budget or a block costs more in calls than in bytes.
 _LEAST, _LEAST_BLOCK = 1 << 20, 1 << 12
+#: The bits of floats of two bytes that are all set where the value is infinite or NaN.
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 
 @dataclass(slots=True)
@@ -211,8 +213,9 @@ class Mover:
 
 def _in_range(tensor: LogicalTensor, box: Box, values: Array, cast: Array) -> None:
     """Raises LossError if the target's type cannot hold a value: it has become infinite or NaN."""
-    if cast.dtype.name == "bfloat16":  # numpy's isfinite takes ten times as long
-        if not np.any(cast.view(np.uint16) & 0x7F80 == 0x7F80):
+    exponent = _EXPONENTS.get(cast.dtype.name)
+    if exponent is not None:  # numpy's isfinite takes ten times as long
+        if not np.any(cast.view(np.uint16) & exponent == exponent):
             return
     elif np.isfinite(cast).all():
         return

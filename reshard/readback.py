@@ -21,7 +21,7 @@ from reshard.fingerprints import Sum
 from reshard.join import cover
 from reshard.layout import Checksum, Draft, Piece
 from reshard.tensor import LogicalTensor, TensorId
-from reshard.workers import spread
+from reshard.workers import behind, spread
 
 Array = npt.NDArray[Any]
 #: Fingerprints of pieces, by tensor, box, file and offset.
@@ -112,6 +112,7 @@ def read_files(
         if name not in named:
             raise VerifyError(f"{checkpoint.path / name}: read back, but never written")
     seen: Seen = {}
+    share = sum(d.size for d in drafts) // workers
     with (
         Files(checkpoint.path, writable=True, device=device) as files,
         spread(workers) as each,
@@ -120,7 +121,8 @@ def read_files(
         def read(name: str) -> tuple[str, str, Seen]:
             taken = digests.KINDS[digest]()
             stream = _Stream(files, name, named[name], taken, progress)
-            found = _read_file(checkpoint, stream, by_file.get(name, ()), elements)
+            spare = workers if named[name].size > share else 1  # else others have their own file
+            found = _read_file(checkpoint, stream, by_file.get(name, ()), elements, spare)
             return name, digests.spelled(digest, taken), found
 
         for name, spelled, found in each(read, sorted(named)):
@@ -140,18 +142,28 @@ def _read_file(
     stream: _Stream,
     pieces: Iterable[tuple[Piece, TensorId]],
     elements: int,
+    workers: int,
 ) -> Seen:
-    """Read one file to its end; the fingerprints of the pieces that lie in it front to back."""
-    seen: Seen = {}
+    """Read one file to its end; the fingerprints of the pieces that lie in it front to back.
+
+    With several workers, what was read is summed while what follows is read.
+    """
+    sums: dict[tuple[TensorId, Box, str, int], Sum] = {}
     dense = [(p, t) for p, t in pieces if p.array.plain and is_dense(p.box.shape, p.strides)]
-    for piece, tensor in sorted(dense, key=lambda item: _start(item[0])):
-        if _start(piece) < stream.at:
-            continue  # shares bytes with a piece already read; read again when combined
-        stream.skip_to(_start(piece), elements * 8)
-        logical = checkpoint.layout.tensors[tensor]
-        seen[_key(tensor, piece)] = _take_piece(stream, piece, logical, elements)
-    stream.skip_to(stream.size, elements * 8)
-    return seen
+    with behind(Sum.add, workers) as add:
+        for piece, tensor in sorted(dense, key=lambda item: _start(item[0])):
+            if _start(piece) < stream.at:
+                continue  # shares bytes with a piece already read; read again when combined
+            stream.skip_to(_start(piece), elements * 8)
+            logical, total = checkpoint.layout.tensors[tensor], Sum()
+            sums[_key(tensor, piece)] = total
+            for part in blocks(piece.box.shape, elements):
+                box = part.shift(piece.box.start)
+                n = box.numel * piece.array.dtype.itemsize
+                values = stream.take(n).view(piece.array.dtype.numpy).reshape(box.shape)
+                add(total, logical, box, values, stream.files.device.by_rows)
+        stream.skip_to(stream.size, elements * 8)
+    return {key: (total.a, total.b) for key, total in sums.items()}
 
 
 def _start(piece: Piece) -> int:
@@ -160,18 +172,6 @@ def _start(piece: Piece) -> int:
 
 def _key(tensor: TensorId, piece: Piece) -> tuple[TensorId, Box, str, int]:
     return (tensor, piece.box, piece.array.file, _start(piece))
-
-
-def _take_piece(
-    stream: _Stream, piece: Piece, logical: LogicalTensor, elements: int
-) -> tuple[int, int]:
-    total = Sum()
-    for part in blocks(piece.box.shape, elements):
-        box = part.shift(piece.box.start)
-        n = box.numel * piece.array.dtype.itemsize
-        values = stream.take(n).view(piece.array.dtype.numpy).reshape(box.shape)
-        total.add(logical, box, values, stream.files.device.by_rows)
-    return (total.a, total.b)
 
 
 def _combine(

@@ -126,8 +126,9 @@ def test_two_writers_of_one_target(unpacked: Unpack, tmp_path: Path) -> None:
     reshard.convert(source, tmp_path / "out", "tp2")
 
 
+@pytest.mark.parametrize("workers", [1, 3])
 def test_a_changed_byte_after_writing_is_not_published(
-    unpacked: Unpack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unpacked: Unpack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     """The cold reading sees what the disk holds, not what was meant."""
     real = conversion.read_files
@@ -142,8 +143,24 @@ def test_a_changed_byte_after_writing_is_not_published(
 
     monkeypatch.setattr(conversion, "read_files", spoilt)
     with pytest.raises((VerifyError, CorruptError)):
-        reshard.convert(unpacked("megatron/a-tp1pp1") / "dist", tmp_path / "out", "tp1")
+        reshard.convert(
+            unpacked("megatron/a-tp1pp1") / "dist", tmp_path / "out", "tp1", workers=workers
+        )
     assert left_behind(tmp_path) == []
+
+
+def test_several_workers_read_one_file_back_as_one_does(unpacked: Unpack, tmp_path: Path) -> None:
+    """They sum what was read while the next is read."""
+    seen: list[Any] = []
+    for workers in (1, 2, 4):
+        out = tmp_path / str(workers)
+        report: Any = reshard.convert(
+            unpacked("hf/llama2") / "plain", out, "hf", workers=workers, block=1 << 12
+        )
+        assert report["verified"]["tensors"] == report["tensors"]
+        seen.append((report["files"], report["fingerprints"]))
+        assert len(list(out.glob("*.safetensors"))) == 1
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_a_source_that_changes_during_the_run_is_seen(
