@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2048, help="of plan")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", default="256MiB", help="budget of cp")
-    parser.add_argument("--no-fsync", action="store_true", help="cp: no fsync on either side")
+    parser.add_argument(
+        "--no-fsync", action="store_true", help="cp, workers: no fsync on either side"
+    )
     parser.add_argument("--cold", action="store_true", help="cp: source not in the page cache")
     asked = parser.parse_args()
     chosen = asked.only.split(",")
@@ -66,7 +68,9 @@ def tables(work: Path, asked: argparse.Namespace) -> dict[str, Callable[[], list
             work, asked.size, asked.rounds, asked.memory,
             synced=not asked.no_fsync, cold=asked.cold, only=asked.case,
         ),
-        "workers": lambda: versus_cp.workers(work, asked.size, asked.rounds, only=asked.case),
+        "workers": lambda: versus_cp.workers(
+            work, asked.size, asked.rounds, synced=not asked.no_fsync, only=asked.case
+        ),
         "memory": lambda: memory.measure(work, asked.most, only=asked.case),
         "peers": lambda: versus_peers.measure(
             work, asked.peer_size or small, asked.rounds, only=asked.case

@@ -161,7 +161,9 @@ def _rows(
     return rows
 
 
-def workers(folder: Path, size: int, rounds: int, *, only: str = "") -> list[str]:
+def workers(
+    folder: Path, size: int, rounds: int, *, synced: bool = True, only: str = ""
+) -> list[str]:
     """One worker and two, on casts and on a re-layout.
 
     The casts read less than a third of a checkpoint, so theirs is three times as big.
@@ -188,6 +190,8 @@ def workers(folder: Path, size: int, rounds: int, *, only: str = "") -> list[str
             source = folder / "fp32"
         for verified in (["--no-verify"], []):
             ours = convert(source, target, to, *more, *verified)
+            if not synced:
+                ours = [*LAUNCH, "--no-fsync", "--", *ours[len(RESHARD) :]]
             costs = in_turn(
                 {n: [*ours, "--workers", n] for n in ("1", "2")}, rounds, log, source, target,
             )  # fmt: skip
