@@ -295,6 +295,9 @@ def test_a_plan_says_what_becomes_of_padding() -> None:
     assert joined({more: whole(more)}, {more: whole(more)}).notes == ()
     gap = joined({true: whole(true)}, {more: whole(more)}).join(true.id)
     assert [f.box for f in gap.fills()] == [Box((6, 0), (8, 2))]
+    short = joined({true: whole(true)}, {more: whole(more)}).join(true.id, rows(true, 4)[:1])
+    with pytest.raises(CoverageError, match=r"no stored array of the source holds \[4:8, 0:2\]"):
+        list(short.fills())
 
 
 def test_a_plan_refuses_what_cannot_be_filled() -> None:
@@ -347,8 +350,23 @@ def test_the_master_is_the_weight_that_counts() -> None:
     weight, master = tensor("t", (6, 2), BF16), tensor("t", (6, 2), slot="master")
     held = {weight: whole(weight), master: whole(master)}
     wide = tensor("t", (6, 2))
-    assert joined(held, {wide: whole(wide)}).feeds == {wide.id: master.id}
+    taken = joined(held, {wide: whole(wide)})
+    assert taken.feeds == {wide.id: master.id}
+    assert taken.losses == ()
     assert joined(held, {weight: whole(weight)}).feeds == {weight.id: weight.id}
+
+
+def test_a_weight_that_is_not_taken_is_a_witness_of_its_master() -> None:
+    weight, master = tensor("t", (6, 2), BF16), tensor("t", (6, 2), slot="master")
+    held = {weight: whole(weight), master: whole(master)}
+    wide = tensor("t", (6, 2))
+    found = joined(held, {wide: whole(wide)}).witness([wide.id])
+    assert found is not None
+    assert found.source.id == weight.id
+    assert found.wanted.items == []
+    assert joined(held, {weight: whole(weight)}).witness([weight.id]) is None
+    assert joined(held, held).witness([weight.id, master.id]) is None
+    assert joined({master: whole(master)}, {master: whole(master)}).witness([master.id]) is None
 
 
 def test_a_plan_counts_in_the_finer_of_two_shapes() -> None:
