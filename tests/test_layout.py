@@ -249,7 +249,8 @@ def joined(
         {t.id: t for t in target}, {t.id: p for t, p in target.items()}.__getitem__, naming
     )
     checkpoint = Checkpoint(Path(), "x", "", Topology(), held, ())
-    return plan(checkpoint, Declaration("x", Topology(), "", made, []), narrow=narrow)
+    declared = Declaration("x", Topology(), "", made, [])
+    return plan(checkpoint, declared, narrow=True) if narrow else plan(checkpoint, declared)
 
 
 def tensor(name: str, shape: tuple[int, ...], dtype: Any = F32, **more: Any) -> LogicalTensor:
@@ -293,6 +294,8 @@ def test_a_plan_says_what_becomes_of_padding() -> None:
     assert (cut.fills, cut.bytes_read) == (0, 48)
     assert "2 padding rows dropped" in cut.notes[0]
     assert joined({more: whole(more)}, {more: whole(more)}).notes == ()
+    one = tensor("t", (6, 2), padded=(7, 2))
+    assert "1 zero rows added" in joined({true: whole(true)}, {one: whole(one)}).notes[0]
     gap = joined({true: whole(true)}, {more: whole(more)}).join(true.id)
     assert [f.box for f in gap.fills()] == [Box((6, 0), (8, 2))]
     short = joined({true: whole(true)}, {more: whole(more)}).join(true.id, rows(true, 4)[:1])
@@ -417,5 +420,8 @@ def test_losses_are_folded() -> None:
     found = joined({x: whole(x) for x in t}, {x: whole(x) for x in small}, narrow=True)
     assert loss_lines(found.losses) == [
         "narrowed: t0, t1, t2 and 2 more: float32 rounded to bfloat16"
+    ]
+    assert loss_lines(found.losses[:4]) == [
+        "narrowed: t0, t1, t2 and 1 more: float32 rounded to bfloat16"
     ]
     assert loss_lines(found.losses[:3]) == ["narrowed: t0, t1, t2: float32 rounded to bfloat16"]
