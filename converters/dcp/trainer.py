@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path as Folder
 
-from reshard.box import Box
 from reshard.containers.safetensors import read_header
 from reshard.containers.small import object_beside, read_object
 from reshard.errors import CorruptError, FormatError
-from reshard.layout import place
+from reshard.layout import whole
 from reshard.namings import dialects, module_order
 
 from .leaves import Leaf, TensorLeaf
@@ -50,7 +49,7 @@ def _safe_leaves(folder: Folder, names: Sequence[str]) -> list[Leaf]:
         for key, array in read_header(folder, name).arrays.items():
             if key in found:
                 raise CorruptError(f"{folder}: {key} stands in two files")
-            pieces = [place(Box.whole(array.shape), array)] if array.numel else []
+            pieces = [whole(array)] if array.numel else []
             found[key] = TensorLeaf(("model", key), array.shape, array.dtype, Given(pieces))
     return [found[key] for key in _in_module_order(folder, found)]
 
