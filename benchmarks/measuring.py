@@ -8,16 +8,19 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 MIB = 1 << 20
 LAUNCH = [sys.executable, "-m", "benchmarks.launch"]
 RESHARD = [sys.executable, "-m", "reshard"]
 #: The frameworks print and warn at will; compiled modules are kept as on any machine of a user.
 _LEFT_OUT = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
+_ON_DISK = "/var/tmp"  # /tmp may be memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +93,19 @@ def in_turn(
     size = sum(map(size_of, sources))
     costs: dict[str, list[Cost]] = {name: [] for name in commands}
     first = next(iter(commands))
-    filler = log.with_name("filler")
-    for turn, name in enumerate([first, *list(commands) * rounds]):
-        empty(target)
-        if size > 256 * MIB:  # else the start outweighs the writes
-            fill_memory(filler, size)
-        for one in sources:
-            settle(one, cold=cold)
-        cost = run(commands[name], log)
-        made()
-        if turn:
-            costs[name].append(cost)
     empty(target)
-    empty(filler)
+    with tempfile.TemporaryFile(dir=_ON_DISK) as filler:
+        for turn, name in enumerate([first, *list(commands) * rounds]):
+            empty(target)
+            if size > 256 * MIB:  # else the start outweighs the writes
+                fill_memory(filler, 0 if _in_memory(source) else size)
+            for one in sources:
+                settle(one, cold=cold)
+            cost = run(commands[name], log)
+            made()
+            if turn:
+                costs[name].append(cost)
+    empty(target)
     return costs
 
 
@@ -139,23 +142,31 @@ def settle(source: Path, *, cold: bool) -> None:
                     pass
 
 
-def fill_memory(filler: Path, source: int) -> None:
+def fill_memory(filler: IO[bytes], source: int) -> None:
     """Leave next to no memory free: the rest is the page cache's, as on a machine that runs long.
 
     A virtual machine gives pages that lie free for a second or two back to its host (free page
     reporting). Writing to a page that it has given costs ten times as much, and chance would say
     which command pays. `filler` is a hole, made to measure at the first call, with room for
-    `source` bytes beside it; its pages are clean and used once: what the kernel takes first.
+    `source` bytes beside it; its pages are clean and used once: what the kernel takes first. It
+    lies on a disk: of a hole in memory nothing is cached.
     """
-    if not filler.exists():
+    fd = filler.fileno()
+    if not os.fstat(fd).st_size:
         nbytes = _number(Path("/proc/meminfo"), "MemAvailable:") * 1024 - source
-        filler.touch()
-        os.truncate(filler, max(0, nbytes))
-    with open(filler, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NOREUSE)
-        block = bytearray(MIB)
-        while file.readinto(block):
-            pass
+        os.truncate(fd, max(0, nbytes))
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NOREUSE)
+    os.lseek(fd, 0, os.SEEK_SET)
+    block = bytearray(MIB)
+    while os.readv(fd, [block]):
+        pass
+
+
+def _in_memory(folder: Path) -> bool:
+    """Whether a folder lies on a tmpfs: its files are no page cache that must find room."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    kinds = dict(mounts)
+    return next(kinds[str(p)] for p in (folder, *folder.parents) if str(p) in kinds) == "tmpfs"
 
 
 def empty(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,9 +165,11 @@ def _rows(
 def workers(
     folder: Path, size: int, rounds: int, *, synced: bool = True, only: str = ""
 ) -> list[str]:
-    """One worker and two, on casts and on a re-layout.
+    """One worker and two, on casts and on a re-layout; and two runs that share but the machine.
 
-    The casts read less than a third of a checkpoint, so theirs is three times as big.
+    Two processes of one worker, each with a target of its own, show what a second core adds where
+    nothing is in common: no interpreter, no plan, no file. The casts read less than a third of a
+    checkpoint, so theirs is three times as big.
     """
     target, log = folder / "target", folder / "log"
     cast = ("--weights-only", "--dtype")
@@ -189,18 +192,34 @@ def workers(
             empty(source)
             source = folder / "fp32"
         for verified in (["--no-verify"], []):
-            ours = convert(source, target, to, *more, *verified)
-            if not synced:
-                ours = [*LAUNCH, "--no-fsync", "--", *ours[len(RESHARD) :]]
-            costs = in_turn(
-                {n: [*ours, "--workers", n] for n in ("1", "2")}, rounds, log, source, target,
-            )  # fmt: skip
+            options = [to, *more, *verified]
+            ours = {n: _ours(source, target, n, options, synced=synced) for n in ("1", "2")}
+            apart = [_ours(source, target / p, "1", options, synced=synced) for p in "ab"]
+            costs = in_turn({**ours, "apart": both(target, *apart)}, rounds, log, source, target)
             gained = 1 / paired(costs["2"], costs["1"], "wall")
             rows.append([
                 name, f"{size_of(source) / 1e9:.1f} GB", "--no-verify" if verified else "verified",
                 *(f"{median(costs[n], 'wall'):.2f} s ({median(costs[n], 'cpu'):.2f} s CPU)"
-                  for n in ("1", "2")),
+                  for n in ("1", "2", "apart")),
+                f"{2 / paired(costs['apart'], costs['1'], 'wall'):.2f} x",
                 f"{gained:.2f} x", bar(gained, 1.7, least=True),
             ])  # fmt: skip
-    head = ("conversion", "source", "command", "1 worker", "2 workers", "faster", "bar")
+    head = (
+        "conversion", "source", "command", "1 worker", "2 workers", "2 runs at once",
+        "the machine gives", "faster", "bar",
+    )  # fmt: skip
     return [f"medians of {rounds}; {machine()}", "", *table(head, rows)]
+
+
+def _ours(
+    source: Path, target: Path, workers: str, options: list[str], *, synced: bool
+) -> list[str]:
+    """The command of a conversion by so many workers."""
+    ours = convert(source, target, *options, "--workers", workers)
+    return ours if synced else [*LAUNCH, "--no-fsync", "--", *ours[len(RESHARD) :]]
+
+
+def both(folder: Path, one: list[str], other: list[str]) -> list[str]:
+    """A command that runs two at once, in a folder that it makes for their targets."""
+    made = shlex.join(["mkdir", str(folder)])
+    return ["sh", "-c", f"{made} && {{ {shlex.join(one)} & {shlex.join(other)} && wait $!; }}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,7 @@ def peers(folder: Path, size: int) -> list[Peer]:
     ]  # fmt: skip
 
 
+PHASES = ("start", "plan", "move", "rest")
 HEAD = (
     "peer", "state", "theirs", "command", "wall", "user + sys", "peak RSS", "theirs, peak RSS",
     "faster", "bar",
@@ -101,7 +103,7 @@ HEAD = (
 
 def measure(folder: Path, size: int, rounds: int, *, only: str = "") -> list[str]:
     """The lines of the table."""
-    rows = []
+    rows, shares = [], []
     target, kept, log = folder / "target", folder / "kept", folder / "log"
     for peer in (p for p in peers(folder, size) if only in p.name):
         theirs = [a.replace("{}", str(target)) for a in peer.theirs]
@@ -128,6 +130,7 @@ def measure(folder: Path, size: int, rounds: int, *, only: str = "") -> list[str
             also=[kept],
         )
         empty(kept)
+        shares.append([peer.name, *_phases(plain, rounds, log, peer.source, target)])
         for command, name in names.items():
             seen = costs[command]
             gained = 1 / paired(seen, costs["theirs"], "wall")
@@ -145,4 +148,23 @@ def measure(folder: Path, size: int, rounds: int, *, only: str = "") -> list[str
         f"{machine()}",
         "",
         *table(HEAD, rows),
+        "",
+        "Of ours, --no-verify and not fsynced, seconds and CPU seconds:",
+        "",
+        *table(("peer", *PHASES), shares),
+    ]
+
+
+def _phases(plain: list[str], rounds: int, log: Path, source: Path, target: Path) -> list[str]:
+    """What each phase of our conversion took, the median of its rounds."""
+    file = log.with_name("phases.json")
+    timed = [*LAUNCH, "--phases", str(file), *plain[len(LAUNCH) :]]
+    seen: list[dict[str, tuple[float, float]]] = []
+    in_turn(
+        {"ours": timed}, rounds, log, source, target,
+        made=lambda: seen.append(json.loads(file.read_text())),
+    )  # fmt: skip
+    return [
+        " / ".join(f"{statistics.median(s[phase][i] for s in seen[1:]):.2f}" for i in (0, 1))
+        for phase in PHASES
     ]
