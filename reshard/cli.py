@@ -224,6 +224,7 @@ def inspect_command(checkpoint: str, as_json: bool, **options: Any) -> int:
     """Format, topology, slots, sizes, extras, problems; headers only."""
     from reshard.inspect import inspect, lines
 
+    gc.disable()  # ends soon, and holds to its end what it makes
     seen = inspect(_open(checkpoint, options))
     _emit(seen, lines(seen), as_json)
     return 0
@@ -268,6 +269,7 @@ def plan_command(source: str, as_json: bool, **kwargs: Any) -> int:
     from reshard.planning import make_plan
     from reshard.report import plan_report
 
+    gc.disable()  # as above
     report = plan_report(make_plan(source, _options(kwargs)))
     _emit(report, _plan_lines(report), as_json)
     return 0

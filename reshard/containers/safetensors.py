@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 from reshard.dtypes import DType, of_safetensors
 from reshard.errors import CorruptError, FormatError
@@ -54,9 +55,12 @@ def read_header(folder: Path, name: str) -> Header:
         raise CorruptError(f"{path}: __metadata__ is not a table of strings")
     # the table is used up: of a million entries it takes more memory than what is made of them
     arrays = {key: _array(name, key, table.pop(key), start, path) for key in list(table)}
-    if not _in_order(arrays.values(), start):
+    wrong = _untiled(arrays, start, size)
+    if wrong is not None:
         arrays = dict(sorted(arrays.items(), key=lambda i: (i[1].offset, i[1].nbytes)))
-    _check_tiling(arrays, start, size, path)
+        wrong = _untiled(arrays, start, size)
+    if wrong is not None:
+        raise CorruptError(f"{path}: {wrong}")
     return Header(arrays, metadata)
 
 
@@ -73,14 +77,23 @@ def _raw_header(
     return 8 + n, read(n)
 
 
+#: dtype, shape, first byte and end behind the header, of an entry that is well formed.
+_Row = tuple[str, tuple[int, ...], int, int]
+
+
 def _json(raw: bytes, path: Path) -> dict[str, object]:
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The header's table; entries that are well formed as rows, others as they are.
+
+    Raises CorruptError for a key that stands twice, at any depth.
+    """
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object] | _Row:
         table = dict(pairs)
         if len(table) != len(pairs):
             counts = Counter(k for k, _ in pairs)
             twice = next(k for k, n in counts.items() if n > 1)
             raise CorruptError(f"{path}: {twice!r} stands twice in the header")
-        return table
+        return _row(table) or table  # here, while it is at hand: it is smaller by far
 
     try:
         found = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
@@ -91,52 +104,53 @@ def _json(raw: bytes, path: Path) -> dict[str, object]:
     return found
 
 
+def _row(table: Mapping[str, object]) -> _Row | None:
+    span = table.get("data_offsets")
+    if span is None:
+        return None
+    code, dims = table.get("dtype"), table.get("shape")
+    if isinstance(code, str) and _sizes(dims) and _sizes(span) and len(span) == 2:
+        return code, tuple(dims), span[0], span[1]
+    return None
+
+
 def _array(file: str, key: str, row: object, start: int, path: Path) -> StoredArray:
-    if not isinstance(row, dict):
-        raise CorruptError(f"{path}: {key}: its entry is not a JSON object")
-    code, dims, span = row.get("dtype"), _sizes(row.get("shape")), _sizes(row.get("data_offsets"))
-    if not isinstance(code, str) or dims is None or span is None or len(span) != 2:
-        raise CorruptError(f"{path}: {key}: dtype, shape or data_offsets are missing or malformed")
+    if not isinstance(row, tuple):
+        wrong = "dtype, shape or data_offsets are missing or malformed"
+        wrong = wrong if isinstance(row, dict) else "its entry is not a JSON object"
+        raise CorruptError(f"{path}: {key}: {wrong}")
+    code, dims, first, end = row
     try:
         dtype = of_safetensors(code)
     except FormatError as error:
         raise FormatError(f"{path}: {key}: {error}") from error
-    if span[1] - span[0] != prod(dims) * dtype.itemsize:
-        raise CorruptError(
-            f"{path}: {key}: {span[1] - span[0]} bytes for shape {list(dims)} of {code}"
-        )
-    return StoredArray(file, start + span[0], dims, dtype, key)
+    if end - first != prod(dims) * dtype.itemsize:
+        raise CorruptError(f"{path}: {key}: {end - first} bytes for shape {list(dims)} of {code}")
+    return StoredArray(file, start + first, dims, dtype, key)
 
 
-def _sizes(value: object) -> tuple[int, ...] | None:
+def _sizes(value: object) -> TypeGuard[list[int]]:
     if not isinstance(value, list):
-        return None
-    for n in value:
+        return False
+    for n in value:  # noqa: SIM110  # all() would make a generator for each
         if type(n) is not int or n < 0:  # a bool is an int, too
-            return None
-    return tuple(value)
-
-
-def _in_order(arrays: Iterable[StoredArray], start: int) -> bool:
-    """Whether each array begins where the one before it ends."""
-    at = start
-    for array in arrays:
-        if array.offset != at:
             return False
-        at += array.nbytes
     return True
 
 
-def _check_tiling(arrays: Mapping[str, StoredArray], start: int, size: int, path: Path) -> None:
+def _untiled(arrays: Mapping[str, StoredArray], start: int, size: int) -> str | None:
+    """What keeps the arrays, in this order, from lying end to end from `start` to the file's end;
+    None if nothing does."""
     at = start
     for key, array in arrays.items():
         if array.offset != at:
             kind = "overlaps what is before it" if array.offset < at else "leaves a hole before it"
-            raise CorruptError(f"{path}: {key} {kind}: it begins at {array.offset}, not at {at}")
+            return f"{key} {kind}: it begins at {array.offset}, not at {at}"
         at += array.nbytes
     if at != size:
         what = f"{size - at} bytes behind the last tensor" if at < size else "cut short"
-        raise CorruptError(f"{path}: {what}: the tensors end at {at}, the file at {size}")
+        return f"{what}: the tensors end at {at}, the file at {size}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
