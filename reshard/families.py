@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, Json
-from reshard.errors import CoverageError, FormatError, UsageError
+from reshard.containers.small import read_object
+from reshard.errors import CorruptError, CoverageError, FormatError, UsageError
 from reshard.expression import Value, evaluate
 from reshard.namings import dialects
 from reshard.schema import (
@@ -79,12 +79,9 @@ def read_config(folder: str | Path) -> dict[str, Json]:
     path = Path(folder)
     path = path if path.name.endswith(".json") else path / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: no config.json can be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} holds no JSON object")
-    return found
+        return read_object(path)
+    except CorruptError as error:
+        raise UsageError(f"no config.json can be read: {error}") from error
 
 
 def named(schema: str) -> Family:

@@ -22,7 +22,7 @@ from reshard.errors import CoverageError, LossError
 from reshard.fingerprints import Sum, complete, lanes, slot_digests
 from reshard.format import Declaration
 from reshard.join import Plan, Shelf, cover, loss_lines, plan
-from reshard.layout import Layout, Piece, StoredArray, place, place_flat, refactor
+from reshard.layout import Layout, Made, Piece, StoredArray, place, place_flat, refactor, whole
 from reshard.tensor import LogicalTensor, TensorId
 from reshard.topology import Topology
 
@@ -95,6 +95,7 @@ def test_a_box_lies_where_it_is_placed() -> None:
     assert (piece.base, piece.strides) == (100 + 60 + 7, (10, 1))
     assert piece.base_of(Box((3, 4), (4, 5))) == 167 + 10 + 1
     assert place(Box((2, 3), (4, 5)), array(2, 2)).base == 0
+    assert whole(array(5, 10)) == place(Box((0, 0), (5, 10)), array(5, 10), (0, 0))
 
 
 def test_a_flat_run_lies_where_it_is_placed() -> None:
@@ -129,12 +130,21 @@ def test_a_layout_that_leaves_a_gap_or_its_bounds() -> None:
         layout([t], {"t": [low]}).check(t.id)
     with pytest.raises(CoverageError, match=r"no stored array holds \[0:2, 0:3\]"):
         layout([t], {"t": [low, high]}).check(t.id, [high])
-    also = place(Box((0, 0), (1, 3)), array(1, 3, file="a"))
-    with pytest.raises(CoverageError, match=r"the rest is in a, b\)"):
-        layout([t], {"t": [low, also]}).check(t.id)
+    others = [place(Box((0, 0), (1, 3)), array(1, 3, file=f)) for f in "hgfedca"]
+    with pytest.raises(CoverageError, match=r"the rest is in a, b, c, d\)"):
+        layout([t], {"t": [low, *others]}).check(t.id)
     for box in (Box((0, 0), (5, 3)), Box((0,), (4,)), Box((0, 0, 0), (4, 3, 1))):
         with pytest.raises(CoverageError, match="outside the tensor's shape"):
             layout([t], {"t": [place(box, array(*box.shape))]}).check(t.id)
+
+
+def test_what_is_made_anew_is_a_sequence() -> None:
+    made = Made(lambda: iter("abc"))
+    assert (len(made), bool(made), made[1], made[1:], list(made)) == (
+        3, True, "b", ["b", "c"], ["a", "b", "c"],
+    )  # fmt: skip
+    assert not Made(lambda: iter(""))
+    assert Made(lambda: iter((0,)))
 
 
 # --- fingerprints --------------------------------------------------------------------------------
@@ -258,7 +268,7 @@ def tensor(name: str, shape: tuple[int, ...], dtype: Any = F32, **more: Any) -> 
     return LogicalTensor(TensorId(name, slot), shape, dtype, **more)
 
 
-def whole(t: LogicalTensor) -> list[Piece]:
+def filled(t: LogicalTensor) -> list[Piece]:
     return [place(Box.whole(t.space), array(*t.space, dtype=t.dtype))]
 
 
@@ -279,7 +289,7 @@ def test_a_plan_counts_what_it_does() -> None:
     assert found.losses == ()
     assert found.notes == ()
     assert found.names == {"t": [t.id]}
-    again = joined({t: [*rows(t, 2), *rows(t, 4)]}, {t: whole(t)})
+    again = joined({t: [*rows(t, 2), *rows(t, 4)]}, {t: filled(t)})
     assert again.replicas == 12
     assert again.bytes_read == 48
 
@@ -287,18 +297,18 @@ def test_a_plan_counts_what_it_does() -> None:
 def test_a_plan_says_what_becomes_of_padding() -> None:
     true = tensor("t", (6, 2))
     more = tensor("t", (6, 2), padded=(8, 2))
-    grown = joined({true: whole(true)}, {more: rows(more, 4)})
+    grown = joined({true: filled(true)}, {more: rows(more, 4)})
     assert (grown.fills, grown.bytes_read, grown.bytes_written) == (1, 48, 64)
     assert "2 zero rows added" in grown.notes[0]
-    cut = joined({more: whole(more)}, {true: whole(true)})
+    cut = joined({more: filled(more)}, {true: filled(true)})
     assert (cut.fills, cut.bytes_read) == (0, 48)
     assert "2 padding rows dropped" in cut.notes[0]
-    assert joined({more: whole(more)}, {more: whole(more)}).notes == ()
+    assert joined({more: filled(more)}, {more: filled(more)}).notes == ()
     one = tensor("t", (6, 2), padded=(7, 2))
-    assert "1 zero rows added" in joined({true: whole(true)}, {one: whole(one)}).notes[0]
-    gap = joined({true: whole(true)}, {more: whole(more)}).join(true.id)
+    assert "1 zero rows added" in joined({true: filled(true)}, {one: filled(one)}).notes[0]
+    gap = joined({true: filled(true)}, {more: filled(more)}).join(true.id)
     assert [f.box for f in gap.fills()] == [Box((6, 0), (8, 2))]
-    short = joined({true: whole(true)}, {more: whole(more)}).join(true.id, rows(true, 4)[:1])
+    short = joined({true: filled(true)}, {more: filled(more)}).join(true.id, rows(true, 4)[:1])
     with pytest.raises(CoverageError, match=r"no stored array of the source holds \[4:8, 0:2\]"):
         list(short.fills())
 
@@ -306,17 +316,17 @@ def test_a_plan_says_what_becomes_of_padding() -> None:
 def test_a_plan_refuses_what_cannot_be_filled() -> None:
     t, wide, other = tensor("t", (6, 2)), tensor("t", (6, 3)), tensor("u", (6, 2))
     with pytest.raises(CoverageError, match="named as 'x'"):
-        joined({t: whole(t)}, {t: whole(t)}, "y")
+        joined({t: filled(t)}, {t: filled(t)}, "y")
     with pytest.raises(CoverageError, match="u: the target needs it"):
-        joined({t: whole(t)}, {t: whole(t), other: whole(other)})
+        joined({t: filled(t)}, {t: filled(t), other: filled(other)})
     with pytest.raises(
         CoverageError, match=r"shape \[6, 3\] in the target, \[6, 2\] in the source"
     ):
-        joined({t: whole(t)}, {wide: whole(wide)})
+        joined({t: filled(t)}, {wide: filled(wide)})
     with pytest.raises(CoverageError, match="u: the source holds it"):
-        joined({t: whole(t), other: whole(other)}, {t: whole(t)})
+        joined({t: filled(t), other: filled(other)}, {t: filled(t)})
     with pytest.raises(CoverageError, match="no stored array holds"):
-        joined({t: rows(t, 2)[:1]}, {t: whole(t)})
+        joined({t: rows(t, 2)[:1]}, {t: filled(t)})
 
 
 def test_a_plan_declares_what_is_lost() -> None:
@@ -324,63 +334,63 @@ def test_a_plan_declares_what_is_lost() -> None:
     moment = tensor("t", (6, 2), slot="exp_avg")
     master = tensor("t", (6, 2), slot="master")
     with pytest.raises(LossError, match="bits would be lost"):
-        joined({t: whole(t)}, {narrow: whole(narrow)})
-    found = joined({t: whole(t)}, {narrow: whole(narrow)}, narrow=True)
+        joined({t: filled(t)}, {narrow: filled(narrow)})
+    found = joined({t: filled(t)}, {narrow: filled(narrow)}, narrow=True)
     assert [(x.code, x.what) for x in found.losses] == [("narrowed", "t")]
-    assert joined({narrow: whole(narrow)}, {t: whole(t)}).losses == ()
+    assert joined({narrow: filled(narrow)}, {t: filled(t)}).losses == ()
     half = tensor("t", (6, 2), named("float16"))
     for a, b in ((half, narrow), (narrow, half)):  # as wide: range against precision
         with pytest.raises(LossError, match="bits would be lost"):
-            joined({a: whole(a)}, {b: whole(b)})
-        assert joined({a: whole(a)}, {b: whole(b)}, narrow=True).losses[0].code == "narrowed"
-    found = joined({t: whole(t), moment: whole(moment)}, {t: whole(t)})
+            joined({a: filled(a)}, {b: filled(b)})
+        assert joined({a: filled(a)}, {b: filled(b)}, narrow=True).losses[0].code == "narrowed"
+    found = joined({t: filled(t), moment: filled(moment)}, {t: filled(t)})
     assert [(x.code, x.what, x.detail) for x in found.losses] == [
         ("slot-dropped", "exp_avg", "1 tensors of slot exp_avg have no place in the target")
     ]
-    found = joined({master: whole(master)}, {narrow: whole(narrow)})
+    found = joined({master: filled(master)}, {narrow: filled(narrow)})
     assert [(x.code, x.what) for x in found.losses] == [("derived", "param")]
     assert found.losses[0].detail == "1 tensors made from master: the source has no param"
     assert found.feeds == {narrow.id: master.id}
-    found = joined({t: whole(t)}, {t: whole(t), master: whole(master)})
+    found = joined({t: filled(t)}, {t: filled(t), master: filled(master)})
     assert found.feeds[master.id] == t.id
     number = tensor("t", (6, 2), I64)
     with pytest.raises(LossError):
-        joined({t: whole(t)}, {number: whole(number)})
+        joined({t: filled(t)}, {number: filled(number)})
 
 
 def test_the_master_is_the_weight_that_counts() -> None:
     """A weight wider than the stored one comes from the master; as narrow, from itself."""
     weight, master = tensor("t", (6, 2), BF16), tensor("t", (6, 2), slot="master")
-    held = {weight: whole(weight), master: whole(master)}
+    held = {weight: filled(weight), master: filled(master)}
     wide = tensor("t", (6, 2))
-    taken = joined(held, {wide: whole(wide)})
+    taken = joined(held, {wide: filled(wide)})
     assert taken.feeds == {wide.id: master.id}
     assert taken.losses == ()
-    assert joined(held, {weight: whole(weight)}).feeds == {weight.id: weight.id}
+    assert joined(held, {weight: filled(weight)}).feeds == {weight.id: weight.id}
 
 
 def test_a_weight_that_is_not_taken_is_a_witness_of_its_master() -> None:
     weight, master = tensor("t", (6, 2), BF16), tensor("t", (6, 2), slot="master")
-    held = {weight: whole(weight), master: whole(master)}
+    held = {weight: filled(weight), master: filled(master)}
     wide = tensor("t", (6, 2))
-    found = joined(held, {wide: whole(wide)}).witness([wide.id])
+    found = joined(held, {wide: filled(wide)}).witness([wide.id])
     assert found is not None
     assert found.source.id == weight.id
     assert found.wanted.items == []
-    assert joined(held, {weight: whole(weight)}).witness([weight.id]) is None
+    assert joined(held, {weight: filled(weight)}).witness([weight.id]) is None
     assert joined(held, held).witness([weight.id, master.id]) is None
-    assert joined({master: whole(master)}, {master: whole(master)}).witness([master.id]) is None
+    assert joined({master: filled(master)}, {master: filled(master)}).witness([master.id]) is None
 
 
 def test_a_plan_counts_in_the_finer_of_two_shapes() -> None:
     coarse, fine = tensor("t", (6, 2)), tensor("t", (6, 2), factors=(3, 2, 2))
     other = tensor("t", (6, 2), factors=(2, 3, 2))
     for source, target in ((coarse, fine), (fine, coarse), (fine, fine)):
-        join = joined({source: whole(source)}, {target: whole(target)}).join(TensorId("t"))
+        join = joined({source: filled(source)}, {target: filled(target)}).join(TensorId("t"))
         assert join.source.space == join.target.space == (3, 2, 2)
         assert sum(c.box.numel for c in join.copies()) == 12
     with pytest.raises(CoverageError, match="neither is the finer one"):
-        joined({fine: whole(fine)}, {other: whole(other)})
+        joined({fine: filled(fine)}, {other: filled(other)})
 
 
 def test_a_shelf_gives_no_more_than_it_must() -> None:
@@ -406,18 +416,18 @@ def test_nothing_covers_nothing() -> None:
 
 def test_losses_are_told_in_order() -> None:
     t, z, y = (tensor("t", (6, 2), slot=s) for s in ("param", "z", "y"))
-    found = joined({t: whole(t), z: whole(z), y: whole(y)}, {t: whole(t)})
+    found = joined({t: filled(t), z: filled(z), y: filled(y)}, {t: filled(t)})
     assert [x.what for x in found.losses] == ["y", "z"]
     a, b = tensor("a", (6, 2), padded=(8, 2)), tensor("b", (6, 2), padded=(8, 2))
-    small = {x: whole(x) for x in (tensor("b", (6, 2)), tensor("a", (6, 2)))}
-    notes = joined(small, {b: whole(b), a: whole(a)}).notes
+    small = {x: filled(x) for x in (tensor("b", (6, 2)), tensor("a", (6, 2)))}
+    notes = joined(small, {b: filled(b), a: filled(a)}).notes
     assert [n.split(":")[1] for n in notes] == [" a", " b"]
 
 
 def test_losses_are_folded() -> None:
     t = [tensor(f"t{i}", (6, 2)) for i in range(5)]
     small = [tensor(f"t{i}", (6, 2), BF16) for i in range(5)]
-    found = joined({x: whole(x) for x in t}, {x: whole(x) for x in small}, narrow=True)
+    found = joined({x: filled(x) for x in t}, {x: filled(x) for x in small}, narrow=True)
     assert loss_lines(found.losses) == [
         "narrowed: t0, t1, t2 and 2 more: float32 rounded to bfloat16"
     ]

@@ -34,8 +34,8 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
     if (folder / "common.pt").is_file() and options.given.format is None:
         raise CorruptError(
             f"{folder}: common.pt is Megatron's, and metadata.json, which its save ends with, is "
-            "missing. Copy it again, or use an earlier iteration; --from dcp reads the tensors "
-            "alone."
+            "missing or damaged. Copy it again, or use an earlier iteration; --from dcp reads the "
+            "tensors alone."
         )
     inner = [f for f in (MODEL_FOLDER, OPTIMIZER_FOLDER) if (folder / f).is_dir()]
     if inner and not (folder / dcp.METADATA).exists():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
-from reshard.containers.small import JSON, read_small
-from reshard.errors import LayoutError, UsageError
+from reshard.containers.small import parse_object
+from reshard.errors import LayoutError
+from reshard.families import read_config
 from reshard.format import WriteOptions
 
 from .cuts import Affine, same, sliced
@@ -85,26 +84,14 @@ def cut(
 def model_config(source: Checkpoint, options: WriteOptions) -> Mapping[str, object] | None:
     """The model's config.json: --config's, the source's own, or that of the trainer's folder."""
     if options.config is not None:
-        path = Path(options.config)
-        path = path if path.name.endswith(".json") else path / "config.json"
-        return _parsed(read_small(path, JSON), str(path))
+        return read_config(options.config)
     found = source.extras.get("config")
     if isinstance(found, Mapping):
         return found
     own = source.native
     wrapper = own.wrapper if isinstance(own, Native) else None
     raw = wrapper.copies.get("config.json") if wrapper is not None else None
-    return None if raw is None else _parsed(raw, "config.json")
-
-
-def _parsed(raw: bytes, where: str) -> Mapping[str, object]:
-    try:
-        found = json.loads(raw)
-    except ValueError as error:
-        raise UsageError(f"{where}: no JSON can be read: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{where} holds no JSON object")
-    return found
+    return None if raw is None else parse_object(raw, "config.json")
 
 
 def kv_heads(config: Mapping[str, object] | None) -> int | None:

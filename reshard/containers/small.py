@@ -45,12 +45,17 @@ def read_tracker(path: Path) -> str:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds. Raises CorruptError for anything else."""
+    return parse_object(read_small(path, JSON), path)
+
+
+def parse_object(raw: bytes, where: Path | str) -> dict[str, Any]:
+    """The JSON object in these bytes, of `where`. Raises CorruptError for anything else."""
     try:
-        found = json.loads(read_small(path, JSON))
+        found = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path}: not JSON: {error}") from error
+        raise CorruptError(f"{where}: not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise CorruptError(f"{path}: not a JSON object")
+        raise CorruptError(f"{where}: not a JSON object")
     return found
 
 
