@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, Json
-from reshard.containers.small import read_object
-from reshard.errors import CorruptError, CoverageError, FormatError, UsageError
+from reshard.containers.small import read_config
+from reshard.errors import CoverageError, FormatError, UsageError
 from reshard.expression import Value, evaluate
 from reshard.namings import dialects
 from reshard.schema import (
@@ -72,16 +72,6 @@ def _worth(text: object, scope: Scope) -> Value:
     if isinstance(text, bool | int | float | None):
         return text
     raise FormatError(f"{scope.family.name}: args: {text!r} is neither expression nor per_layer")
-
-
-def read_config(folder: str | Path) -> dict[str, Json]:
-    """The config.json of a folder. Raises UsageError if there is none, or it is no JSON object."""
-    path = Path(folder)
-    path = path if path.name.endswith(".json") else path / "config.json"
-    try:
-        return read_object(path)
-    except CorruptError as error:
-        raise UsageError(f"no config.json can be read: {error}") from error
 
 
 def named(schema: str) -> Family:

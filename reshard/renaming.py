@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from reshard import spelling
 from reshard import translate as translation
 from reshard.checkpoint import Checkpoint
+from reshard.containers.small import read_config
 from reshard.errors import CoverageError
-from reshard.families import ARGS, CONFIG, read_config, recognised
+from reshard.families import ARGS, CONFIG, recognised
 from reshard.format import Loss
 from reshard.namings import Choice, dialects
 

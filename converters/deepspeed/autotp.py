@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from reshard.checkpoint import Checkpoint
-from reshard.containers.small import parse_object
+from reshard.containers.small import parse_object, read_config
 from reshard.errors import LayoutError
-from reshard.families import read_config
 from reshard.format import WriteOptions
 
 from .cuts import Affine, same, sliced

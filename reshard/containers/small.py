@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, UsageError
 
 #: Bytes of a tracker: it holds a number or a name.
 TRACKER = 4096
@@ -62,3 +62,16 @@ def parse_object(raw: bytes, where: Path | str) -> dict[str, Any]:
 def object_beside(path: Path) -> dict[str, Any] | None:
     """The same; None where nothing is at the path."""
     return read_object(path) if os.path.lexists(path) else None
+
+
+def read_config(given: str | Path) -> dict[str, Any]:
+    """The config.json that --config names, by itself or its folder.
+
+    Raises UsageError if there is none, or it is no JSON object.
+    """
+    path = Path(given)
+    path = path if path.name.endswith(".json") else path / "config.json"
+    try:
+        return read_object(path)
+    except CorruptError as error:
+        raise UsageError(f"no config.json can be read: {error}") from error
