@@ -28,11 +28,8 @@ def optimizer_files(plans: Plans, mp: int) -> None:
     ]
     rows = _zero3_rows(plans, sheets, mp) if aim.stage == 3 else _flat_rows(plans, sheets, mp)
     for sheet, state in zip(sheets, rows, strict=True):
-        sheet.root = {
-            "optimizer_state_dict": state,
-            "ds_config": dict(config_of(aim)),
-            "ds_version": version_of(aim),
-        }
+        root = {"optimizer_state_dict": state, "ds_config": dict(config_of(aim))}
+        plans.finish(sheet, {**root, "ds_version": version_of(aim)})
 
 
 def version_of(aim: Goal) -> str:

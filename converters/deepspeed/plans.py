@@ -30,13 +30,15 @@ Place = tuple[Sheet, TensorRef]
 class Plans:
     """The files of a target, and which tensor goes where in them.
 
-    `arrays` are known once the files are laid out: holders are made then.
+    A file is laid out as soon as its tree is whole, and the tree is let go: ZeRO 3 has one for
+    every rank, with every weight in it. Holders are made when all of `arrays` are known.
     """
 
     source: Checkpoint
     aim: Goal
     under: str = ""  # the tag folder, where a trainer's folder lies around it
-    sheets: list[Sheet] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    arrays: dict[tuple[str, str], StoredArray] = field(default_factory=dict)  # by file and key
     wholes: list[tuple[str, str, Shard, Place]] = field(default_factory=list)
     fragments: list[tuple[str, Shard, list[Place]]] = field(default_factory=list)
     flats: list[tuple[Group, str, FlatGroup | SubGroup, Mapping[str, str], int, list[Place]]] = (
@@ -44,10 +46,17 @@ class Plans:
     )
 
     def sheet(self, name: str) -> Sheet:
-        """A new file."""
-        made = Sheet(f"{self.under}/{name}" if self.under else name)
-        self.sheets.append(made)
-        return made
+        """A new file, to be finished."""
+        return Sheet(f"{self.under}/{name}" if self.under else name)
+
+    def finish(self, sheet: Sheet, root: object) -> None:
+        """Lay out a file, all of whose tensors `root` holds."""
+        sheet.root = root
+        draft, made = sheet.draft()
+        sheet.root = None
+        sheet.values.clear()
+        self.drafts.append(draft)
+        self.arrays |= {(sheet.name, key): made[key] for key in sheet.awaited}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's logical shape."""
@@ -110,27 +119,19 @@ def local_shapes(plans: Plans, group: Group, mp: int, ep: int) -> dict[str, tupl
 
 
 def laid_out(plans: Plans) -> tuple[list[Draft], Table]:
-    """Every file laid out, and the table of who holds which tensor."""
-    drafts: list[Draft] = []
-    arrays: dict[tuple[str, str], StoredArray] = {}
-    for sheet in plans.sheets:
-        draft, made = sheet.draft()
-        drafts.append(draft)
-        arrays |= {(sheet.name, key): array for key, array in made.items()}
+    """Every file, all being finished, and the table of who holds which tensor."""
     table = Table()
-    for name, slot, holder, where in _holders(plans, arrays):
+    for name, slot, holder, where in _holders(plans):
         dtype = plans.dtype(name, slot)
         if slot == MASTER and dtype.name == plans.aim.kind(name):
             slot = PARAM
         table.add(TensorId(name, slot), plans.shape(name), dtype, holder, where)
-    return drafts, table
+    return plans.drafts, table
 
 
-def _holders(
-    plans: Plans, arrays: Mapping[tuple[str, str], StoredArray]
-) -> Iterator[tuple[str, str, Holder, str]]:
+def _holders(plans: Plans) -> Iterator[tuple[str, str, Holder, str]]:
     def of(place: Place) -> StoredArray:
-        return arrays[place[0].name, place[1].key]
+        return plans.arrays[place[0].name, place[1].key]
 
     for name, slot, shard, place in plans.wholes:
         yield name, slot, WholeHolder(shard, of(place)), place[0].name

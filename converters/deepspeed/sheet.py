@@ -27,6 +27,7 @@ class Sheet:
     root: object = None
     values: dict[str, bytes] = field(default_factory=dict)
     count: int = 0
+    awaited: set[str] = field(default_factory=set)  # keys of storages to be filled
 
     def key(self) -> str:
         """A storage key not used before."""
@@ -35,7 +36,13 @@ class Sheet:
 
     def tensor(self, shape: Iterable[int], dtype: DType, *, grad: bool = False) -> TensorRef:
         """A tensor that is to be filled."""
-        return new_tensor(tuple(shape), dtype, self.key(), requires_grad=grad)
+        key = self.key()
+        self.awaited.add(key)
+        return new_tensor(tuple(shape), dtype, key, requires_grad=grad)
+
+    def placeholder(self, dtype: DType) -> TensorRef:
+        """A tensor without elements, as ZeRO 3 leaves behind for a weight."""
+        return new_tensor((0,), dtype, self.key())
 
     def number(self, value: float) -> TensorRef:
         """A 0-d fp32 tensor, as torch's optimizers count steps."""

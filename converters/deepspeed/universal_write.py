@@ -108,7 +108,7 @@ def _model_files(plans: Plans, source: Checkpoint) -> None:
         for key in aim.model.order:
             owner = aim.model.aliases.get(key, key)
             if zero3 or not _stored(source, owner):
-                module[aim.model.prefix + key] = sheet.tensor((0,), named(aim.kind(owner)))
+                module[aim.model.prefix + key] = sheet.placeholder(named(aim.kind(owner)))
                 continue
             shape = plans.shape(owner)
             known = module.get(aim.model.prefix + owner)
@@ -117,7 +117,7 @@ def _model_files(plans: Plans, source: Checkpoint) -> None:
                 plans.wholes.append((owner, PARAM, same(shape), (sheet, known)))
             module[aim.model.prefix + key] = known
         prefix = aim.model.prefix
-        sheet.root = {
+        root: dict[object, object] = {
             "module": module,
             "buffer_names": [prefix + n for n in aim.model.buffers],
             "optimizer": None,
@@ -129,6 +129,7 @@ def _model_files(plans: Plans, source: Checkpoint) -> None:
             "frozen_param_fragments": None,
             **carried_entries(sheet, source, _one_rank(aim), 0, 0),
         }
+        plans.finish(sheet, root)
 
 
 def _stored(source: Checkpoint, name: str) -> bool:
@@ -153,13 +154,14 @@ def _state_file(plans: Plans) -> None:
     for i, group in enumerate(aim.groups):
         if STEP in group.numbers:
             states[i] = {STEP: _step(sheet, group)}
-    sheet.root = {
+    root = {
         **settings_entries(sheet, replace(aim, stage=1)),
         "zero_stage": stage_enum(aim.stage),
         "ds_version": version_of(aim),
         "param_groups": groups,
         "optimizer_state_dict": {"state": states, "param_groups": groups},
     }
+    plans.finish(sheet, root)
 
 
 def _step(sheet: Sheet, group: Group) -> object:
@@ -178,11 +180,11 @@ def _parameter_files(plans: Plans, group: Group, name: str) -> None:
     for stem, slot in rows:
         sheet = plans.sheet(f"{folder}/{stem}.pt")
         ref = sheet.tensor(shape, plans.dtype(name, slot))
-        sheet.root = {**_cut(aim, name), "param": ref}
+        plans.finish(sheet, {**_cut(aim, name), "param": ref})
         plans.wholes.append((name, slot, same(shape), (sheet, ref)))
     if STEP in group.numbers:
         sheet = plans.sheet(f"{folder}/step.pt")
-        sheet.root = _step(sheet, group)
+        plans.finish(sheet, _step(sheet, group))
 
 
 def _cut(aim: Goal, name: str) -> dict[str, object]:

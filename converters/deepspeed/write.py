@@ -50,8 +50,9 @@ def declare_native(source: Checkpoint, target: Target, options: WriteOptions) ->
             "written as torch or hf"
         )
     for mp in range(aim.mp):
+        shapes = _param_shapes(plans, mp) if aim.groups else None
         for dp in range(aim.dp if aim.stage == 3 else 1):
-            _model_file(plans, mp, dp)
+            _model_file(plans, mp, dp, shapes)
     _layer_files(plans)
     _expert_files(plans)
     if aim.groups:
@@ -106,7 +107,7 @@ def _check_zero3(aim: Goal) -> None:
 # --- model states --------------------------------------------------------------------------------
 
 
-def _model_file(plans: Plans, mp: int, dp: int) -> None:
+def _model_file(plans: Plans, mp: int, dp: int, shapes: list[object] | None) -> None:
     aim = plans.aim
     if aim.stage == 3:
         sheet = plans.sheet(f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt")
@@ -120,11 +121,11 @@ def _model_file(plans: Plans, mp: int, dp: int) -> None:
         "module": module,
         "buffer_names": [aim.model.prefix + n for n in aim.model.buffers],
         "optimizer": None,
-        "param_shapes": _param_shapes(plans, mp) if aim.groups else None,
+        "param_shapes": shapes,
         **_frozen(plans, sheet, mp, dp, refs),
         "shared_params": _shared(aim, dp, mp),
     }
-    sheet.root = {**head, **carried_entries(sheet, plans.source, aim, mp, dp)}
+    plans.finish(sheet, {**head, **carried_entries(sheet, plans.source, aim, mp, dp)})
 
 
 def _module(plans: Plans, sheet: Sheet, mp: int) -> tuple[Ordered, dict[str, TensorRef]]:
@@ -138,7 +139,7 @@ def _module(plans: Plans, sheet: Sheet, mp: int) -> tuple[Ordered, dict[str, Ten
             continue
         buffer = owner in aim.model.buffers
         if aim.stage == 3 and not buffer:
-            ref = sheet.tensor((0,), named(aim.kind(owner)))
+            ref = sheet.placeholder(named(aim.kind(owner)))
         elif owner in refs:
             ref = refs[owner]
         else:
@@ -219,7 +220,7 @@ def _layer_files(plans: Plans) -> None:
                 ref = sheet.tensor(shard.shape, plans.dtype(name, PARAM))
                 plans.wholes.append((name, PARAM, shard, (sheet, ref)))
                 root[key] = ref
-            sheet.root = root
+            plans.finish(sheet, root)
 
 
 def _expert_files(plans: Plans) -> None:
@@ -245,4 +246,4 @@ def _expert_files(plans: Plans) -> None:
                     ref = sheet.tensor(shard.shape, plans.dtype(name, PARAM))
                     plans.wholes.append((name, PARAM, shard, (sheet, ref)))
                     root[name] = ref
-                sheet.root = root
+                plans.finish(sheet, root)
