@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import TIES, Checkpoint, ties
+from reshard.containers.small import object_beside
 from reshard.dtypes import named
 from reshard.errors import LossError, UsageError
 from reshard.format import Format, Loss
@@ -74,6 +76,27 @@ def cross(
     from reshard.renaming import renamed
 
     return Crossed(*renamed(plain, dialect, choice))
+
+
+def with_second_names(checkpoint: Checkpoint, form: Format) -> Checkpoint:
+    """The checkpoint with the names of tied weights that its files leave out and its model has.
+
+    The hub and Megatron keep one name; the state dicts of torch's frameworks have all, and their
+    loaders ask for all.
+    """
+    if {getattr(form, "naming", None), checkpoint.layout.naming} != {"torch"}:
+        return checkpoint
+    config = checkpoint.extras.get("config") or object_beside(checkpoint.path / "config.json")
+    if not isinstance(config, Mapping):
+        return checkpoint
+    from reshard.families import CONFIG, recognised
+    from reshard.translate import second_names
+
+    known = recognised(replace(checkpoint, extras={CONFIG: config}))
+    told = {} if known is None else second_names(checkpoint, known)
+    if not told:
+        return checkpoint
+    return replace(checkpoint, extras={**checkpoint.extras, TIES: {**told, **ties(checkpoint)}})
 
 
 def dequantised(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> Checkpoint:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from reshard import digests
 from reshard.checkpoint import Checkpoint, Json
-from reshard.crossing import cross, dialect_of, unnamed
+from reshard.crossing import cross, dialect_of, unnamed, with_second_names
 from reshard.dtypes import named
 from reshard.errors import FormatError, LossError, UsageError
 from reshard.format import (
@@ -209,6 +209,7 @@ def make_plan(source: str | Path, options: Options) -> Plan:
     checkpoint = select(whole, asked)
     choice = Choice(options.schema, options.config, options.dtype)
     crossed = cross(checkpoint, dialect, choice, like)
+    crossed = replace(crossed, checkpoint=with_second_names(crossed.checkpoint, form))
     declaration = form.declare(crossed.checkpoint, target, write)
     if options.set_latest and not declaration.trackers:
         raise FormatError(

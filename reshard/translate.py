@@ -102,6 +102,25 @@ def _rounded(maker: _Maker) -> list[Loss]:
     return out
 
 
+def second_names(checkpoint: Checkpoint, known: Known) -> dict[str, str]:
+    """Names of tied weights that the model has and the checkpoint leaves out: alias -> name.
+
+    None of a part of a model, or under names that are not the family's.
+    """
+    layout = checkpoint.layout
+    weights = {t: v for t, v in layout.tensors.items() if t.slot in (PARAM, MASTER)}
+    bare = replace(checkpoint, layout=Layout(weights, layout.pieces, layout.naming))
+    try:
+        theirs = _spoken(bare, known.scope())[1]
+    except (CoverageError, FormatError):
+        return {}
+    there = {t.name for t in weights}
+    whole = {n: s.held[0].name for n, s in theirs.items() if len(s.held) == 1}
+    owners = {whole[n]: n for n in whole if n in there and not theirs[n].spare}
+    left = (n for n in whole if n not in there and theirs[n].spare)
+    return {n: owners[whole[n]] for n in left if whole[n] in owners}
+
+
 def spoken(checkpoint: Checkpoint, known: Known) -> str:
     """The dialect of the family that a checkpoint's names are."""
     return _spoken(checkpoint, known.scope())[0]

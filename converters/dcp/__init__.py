@@ -59,7 +59,7 @@ class TorchSave:
     """Files of torch.save: one state dict for the whole job, or one for each rank."""
 
     name = "torch"
-    summary = "torch.save: a state dict, or *_rank_N.pt of every rank"
+    summary = "torch.save: a state dict (name its file), or *_rank_N.pt of every rank"
     writes = True
     takes = frozenset({"data_cursor"})
     naming = "torch"  # of every target

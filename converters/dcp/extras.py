@@ -41,13 +41,13 @@ class Kept:
 
 
 def keep_extras(source: Checkpoint, aim: Goal) -> Kept:
-    """Sort the source's extras for a target."""
+    """Sort the source's extras for a target; another framework's weights alone have none."""
     kept = Kept()
-    if aim.weights_only:
-        return kept
     native = source.native
     if TIES in source.extras:
         kept.fates.append(Fate(TIES, "keep", "both names are written"))
+    if aim.asked_weights or (aim.weights_only and not isinstance(native, State)):
+        return kept
     extras = native.extras if isinstance(native, State) else _neutral(source, aim, kept)
     extras = _data_loaders(extras, source, aim, kept)
     schedule = schedule_of(extras)

@@ -15,7 +15,7 @@ from .listing import Listed, listed
 from .local import local_leaves, reference_shapes
 from .pickles import leaves_of, load
 from .read import Found, build
-from .recognise import TORCH, is_trainer
+from .recognise import OPTIMIZERS, TORCH, numbered_optimizer
 from .sources import may_tie, side_leaves
 from .trainer import trainer_leaves
 
@@ -23,8 +23,9 @@ from .trainer import trainer_leaves
 def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of torch.save files, and the small values in them."""
     root = path.parent if path.is_file() else path
-    if path.is_dir() and is_trainer(path):
-        return _open_trainer(path, options)
+    optimizer = numbered_optimizer(path) if path.is_dir() else None
+    if optimizer is not None:
+        return _open_numbered(path, optimizer, options)
     found = Listed(((path.name, ()),)) if path.is_file() else listed(path)
     if found is None:
         raise FormatError(f"{path}: holds no state of torch.save")
@@ -65,19 +66,21 @@ def open_torch(path: Folder, options: OpenOptions) -> Checkpoint:
     )
 
 
-def _open_trainer(folder: Folder, options: OpenOptions) -> Checkpoint:
-    """A Trainer's folder of one process, or of DDP."""
-    leaves, names = trainer_leaves(folder)
+def _open_numbered(folder: Folder, optimizer: str, options: OpenOptions) -> Checkpoint:
+    """A folder of the Trainer or accelerate, of one process or of DDP."""
+    asked = options.given.take("reference", "ties")
+    leaves, names = trainer_leaves(folder, optimizer, asked.get("reference"))
     more, side = side_leaves(folder)
     return build(
         Found(
             root=folder,
             format=TORCH,
-            version="HF Trainer, numbered optimizer",
+            version=f"{OPTIMIZERS[optimizer]}, numbered optimizer",
             kind="files",
             leaves=(*leaves, *more),
             files=(*names, *side),
             weights_only=options.weights_only,
+            ties=may_tie(asked),
         )
     )
 

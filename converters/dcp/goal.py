@@ -44,7 +44,8 @@ class Goal:
     ranks: int
     chunk: int | None
     same_kind: bool
-    weights_only: bool
+    weights_only: bool  # asked for, or there is no optimizer
+    asked_weights: bool
     data: str | None = None
     dp_given: bool = False
 
@@ -80,6 +81,7 @@ def goal(source: Checkpoint, target: Target, options: WriteOptions) -> Goal:
         chunk=_bytes(asked["chunk"]) if "chunk" in asked else None,
         same_kind=native is not None and native.dialect.kind == dialect.kind,
         weights_only=weights,
+        asked_weights=options.weights_only,
         data=options.data_cursor,
         dp_given=bool(target.degrees),
     )

@@ -52,17 +52,19 @@ def target_groups(
     if like is not None and like.groups is not None:
         groups, fates = _as_like(groups, like)
     adam = any(t.slot == EXP_AVG for t in source.layout.tensors)
+    own = isinstance(source.native, State)
     filled: dict[str, object] = {}
     out: list[TargetGroup] = []
     for i, group in enumerate(groups):
         options = dict(group.options)
-        if adam and "betas" in options:
+        # torch's Adam has had amsgrad since 0.4; NAdam, RAdam, Adamax and Lion never
+        if adam and "betas" in options and ("amsgrad" in options or not own):
             for name, default in _ADAM.items():
                 if name not in options:
                     options[name] = Carried(default)
                     filled[name] = default
         if "initial_lr" not in options:
-            first = _first_rate(options, base_lrs, i, foreign=not isinstance(source.native, State))
+            first = _first_rate(options, base_lrs, i, foreign=not own)
             if first is not None:
                 options["initial_lr"] = first
                 filled["initial_lr"] = first.obj

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ RANK = r"(?P<stem>.*?)_?(?:world_size_(?P<world>\d+)_)?rank[_-]?(?P<rank>\d+)\.(
 #: FULL_STATE_DICT of accelerate and the HF Trainer (utils/fsdp_utils.py, save_fsdp_model).
 _FULL_MODEL = r"pytorch_model_fsdp(_\d+)?\.bin"
 _FULL_OPTIMIZER = r"optimizer(_\d+)?\.bin"
+#: An optimizer in a file of its own, beside one with the model.
+_OPTIMIZER = r"optim(izer)?(_states?)?\.(pt|pth|bin|tar)"
 #: Other frameworks' files: DeepSpeed's, Hugging Face's, the Trainer's arguments.
 _FOREIGN = (
     r".*_(model|optim)_states\.pt|mp_rank_\d+.*|layer_\d+-model.*|pytorch_model(-\d+-of-\d+)?\.bin|"
@@ -63,7 +66,7 @@ def listed(folder: Path) -> Listed | None:
     states = {s: files for s, files in by_stem.items() if _is_state_stem(s)}
     if states:
         return _of_ranks(folder, ranked, states, by_stem)
-    models = [n for n in names if re.fullmatch(_FULL_MODEL, n)]
+    models = full_models(names)
     if models:
         optimizers = [n for n in names if re.fullmatch(_FULL_OPTIMIZER, n)]
         if len(models) > 1 or len(optimizers) > 1:
@@ -73,7 +76,16 @@ def listed(folder: Path) -> Listed | None:
         pairs = [(models[0], ("model",)), *((n, ("optim",)) for n in optimizers)]
         return Listed(tuple(pairs))
     left = [n for n in names if not side_name(n) and is_state_file(folder / n)]
+    optimizers = sorted(p.name for p in folder.iterdir() if re.fullmatch(_OPTIMIZER, p.name))
+    model = [n for n in left if n not in optimizers]
+    if len(model) == len(optimizers) == 1:
+        return Listed(((model[0], ("model",)), (optimizers[0], ("optim",))))
     return Listed(((left[0], ()),)) if len(left) == 1 else None
+
+
+def full_models(names: Iterable[str]) -> list[str]:
+    """Which of these files hold a model as FSDP's FULL_STATE_DICT."""
+    return [n for n in names if re.fullmatch(_FULL_MODEL, n)]
 
 
 def side_name(name: str) -> bool:

@@ -26,6 +26,9 @@ from .ties import take_ties
 from .values import flattened, plain, scalar, tensor
 
 NAMING = "torch"
+#: Adafactor's rows and columns of a second moment, which have not their parameter's shape.
+#: Source: transformers 5.24 optimization.py, Adafactor; torch 2.13 optim/_adafactor.py.
+_FACTOR = re.compile(r"(?:^|_)(?:row|col)(?:_|$)")
 _NUMBER = re.compile(r"(?:^|[-_=])(\d+)(?:\.ckpt)?$")
 
 
@@ -132,7 +135,7 @@ def _is_torchtitan(found: Found, roles: Roles) -> bool:
 
 def _numbers(found: Found, roles: Roles) -> tuple[dict[int, str], str | None]:
     """The names behind an optimizer's numbers; empty where it has names."""
-    if not any(isinstance(e.parameter, int) for e in roles.state):
+    if not any(isinstance(m, int) for g in roles.groups for m in g.members):
         return {}, None
     where = f"{found.root}: {dotted(roles.containers[0]) or 'the optimizer'}"
     given = _given_names(roles)
@@ -146,6 +149,7 @@ def _numbers(found: Found, roles: Roles) -> tuple[dict[int, str], str | None]:
         if isinstance(e.parameter, int)
         and isinstance(e.leaf, TensorLeaf)
         and e.name != STEP
+        and not _FACTOR.search(e.name)
         and (e.leaf.shape or e.name == EXP_AVG)
     }
     groups = [[m for m in g.members if isinstance(m, int)] for g in roles.groups]
@@ -194,7 +198,9 @@ def _tensors(
     def add(tensor: TensorId, leaf: TensorLeaf, own: str) -> None:
         if tensor in leaves:
             raise FormatError(
-                f"{tensor} is held twice: {dotted(leaves[tensor].path)} and {dotted(leaf.path)}"
+                f"{tensor} is held twice: {dotted(leaves[tensor].path)} and {dotted(leaf.path)}. "
+                "Of two models that name their parameters alike, save each by itself, with its "
+                "optimizer."
             )
         stored = own if own != tensor.name else None
         tensors[tensor] = LogicalTensor(tensor, leaf.shape, leaf.dtype, stored_name=stored)

@@ -17,9 +17,10 @@ DCP, TORCH = "dcp", "torch"
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 #: Rank, and which of the model's files. Source: torch 2.13 distributed/checkpoint/_hf_utils.py.
 SHARD = r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors"
-#: A folder of the HF Trainer: weights, and an optimizer that numbers them.
+#: A folder of one process or DDP: weights, and an optimizer that numbers them, the HF Trainer's or
+#: accelerate's. Source: transformers 5.24 trainer.py; accelerate 1.15.0 checkpointing.py.
 MODEL, INDEX, BINARY = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-OPTIMIZER = "optimizer.pt"
+OPTIMIZERS = {"optimizer.pt": "HF Trainer", "optimizer.bin": "accelerate"}
 
 
 def is_dcp(folder: Path) -> str | None:
@@ -55,10 +56,15 @@ def shard_names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if re.fullmatch(SHARD, p.name))
 
 
-def is_trainer(folder: Path) -> bool:
-    """Whether a folder is a Trainer's: an optimizer.pt beside weights."""
+def numbered_optimizer(folder: Path) -> str | None:
+    """The optimizer's file of a folder that has the weights beside it by name, else None.
+
+    With the weights as FSDP's FULL_STATE_DICT, it goes by names.
+    """
     held = any((folder / name).is_file() for name in (MODEL, INDEX, BINARY))
-    return held and (folder / OPTIMIZER).is_file()
+    if not held or listing.full_models(p.name for p in folder.iterdir()):
+        return None
+    return next((name for name in OPTIMIZERS if (folder / name).is_file()), None)
 
 
 def is_torch(path: Path) -> str | None:
@@ -67,8 +73,9 @@ def is_torch(path: Path) -> str | None:
         return "is a file of torch.save" if listing.is_state_file(path) else None
     if not path.is_dir() or is_dcp(path) is not None or (path / METADATA).exists():
         return None
-    if is_trainer(path):
-        return f"holds {OPTIMIZER} beside weights"
+    optimizer = numbered_optimizer(path)
+    if optimizer is not None:
+        return f"holds {optimizer} beside weights"
     try:
         found = listing.listed(path)
     except (CorruptError, FormatError):

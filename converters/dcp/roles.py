@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from reshard.containers.carried import Carried
+from reshard.containers.inert import Global, Record
 from reshard.errors import CorruptError, FormatError
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
@@ -63,6 +64,8 @@ def sort_leaves(leaves: Sequence[Leaf], *, lightning: bool = False) -> Roles:
     the optimizer knows, else the one with a usual name.
     """
     roles = Roles()
+    for leaf in leaves:
+        _refuse_unread(leaf)
     roles.containers = tuple(
         dict.fromkeys(c for leaf in leaves if (c := _groups_of(leaf)) is not None)
     )
@@ -87,6 +90,33 @@ def sort_leaves(leaves: Sequence[Leaf], *, lightning: bool = False) -> Roles:
         roles.state = [_numbered(entry) for entry in roles.state]
     _take_model(rest, roles, lightning)
     return roles
+
+
+#: What rebuilds a tensor of a kind that has more than a storage and strides.
+#: Source: torch 2.13 _tensor.py, _reduce_ex_internal.
+_REBUILDS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
+_MODULE = {"_parameters", "_buffers", "_modules"}  # fields of a torch.nn.Module
+
+
+def _refuse_unread(leaf: Leaf) -> None:
+    """Raises FormatError for a tensor or a module that is kept as code: its values have no name."""
+    where = dotted(leaf.path) or "the file"
+    value = leaf.value.obj if isinstance(leaf, ObjectLeaf) and not leaf.file else None
+    if isinstance(value, Record) and value.fields.keys() >= _MODULE:
+        raise FormatError(
+            f"{where}: a whole module was pickled ({value.type.path}), not its state dict, and "
+            "code of a pickle is never run. Save module.state_dict()."
+        )
+    if not leaf.path:
+        raise FormatError("the file holds one value, and no state dict that names tensors")
+    if isinstance(value, Record) and value.type.path.startswith(_REBUILDS):
+        inner = [a.path for a in value.args[:2] if isinstance(a, Global)]
+        raise FormatError(
+            f"{where}: a tensor of a kind that is not read "
+            f"({', '.join([value.type.path, *inner])}): sparse, nested, on meta, conjugated when "
+            "it is used, or a subclass that holds others (quantised states). Save a plain one: "
+            "to_dense(), resolve_conj(), dequantize()."
+        )
 
 
 def _numbered(entry: StateEntry) -> StateEntry:

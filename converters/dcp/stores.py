@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import prod
 from pathlib import Path as Folder
 
@@ -18,6 +19,7 @@ from reshard.layout import Piece, StoredArray
 
 from .leaves import Leaf, TensorLeaf
 from .pickles import by_rank
+from .recognise import OPTIMIZER_FOLDER
 from .safe_stores import is_safe, located
 from .values import Path
 
@@ -94,6 +96,12 @@ def open_store(root: Folder, under: str) -> tuple[Store, list[Leaf]]:
     for key, entry in metadata.tensors.items():
         _check_cover(folder, key, entry, replicas=len(parts) > 1)
     store = Store(folder, under, metadata, tuple(parts))
+    if metadata.objects and not metadata.tensors and under != OPTIMIZER_FOLDER:
+        raise FormatError(
+            f"{folder}: the metadata names no tensor, only objects ({_some(metadata.objects)}): "
+            "nothing of a model, or saved whole by a planner with flatten_state_dict=False. Save "
+            "it flattened, as torch does unless told otherwise."
+        )
     paths = _paths(folder, metadata)
     if is_safe(folder, metadata):
         store.give(located(folder, metadata))
@@ -109,6 +117,11 @@ def open_store(root: Folder, under: str) -> tuple[Store, list[Leaf]]:
             values.setdefault(key, {})[rank] = value
     by_key |= {key: by_rank(paths[key], held) for key, held in values.items()}
     return store, [leaf for key in paths for leaf in by_key[key]]
+
+
+def _some(keys: Iterable[str]) -> str:
+    first = [*islice(keys, 4)]
+    return ", ".join(first[:3]) + (", …" if first[3:] else "")
 
 
 def _parts(folder: Folder) -> dict[str, Metadata]:

@@ -125,6 +125,7 @@ def _goal(source: Checkpoint, target: Target, options: WriteOptions) -> Goal:
         chunk=None,
         same_kind=isinstance(native, State) and native.dialect.kind == dialect.kind,
         weights_only=options.weights_only or source.groups is None,
+        asked_weights=options.weights_only,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
-from reshard.errors import UsageError
+from reshard.errors import FormatError, UsageError
 from reshard.format import Declaration, OpenOptions, WriteOptions
 from reshard.topology import Target
 
@@ -30,8 +30,15 @@ class HuggingFace:
         return recognise(folder)
 
     def checkpoint_folder(self, run: Path, iteration: int | None) -> Path | None:
-        """A model folder is no run folder."""
-        return None
+        """The model of a run folder that `iteration` names; nothing says which is meant without."""
+        from reshard.containers.runs import checkpoint_folder
+
+        if iteration is None:
+            return None
+        try:
+            return checkpoint_folder(run, iteration, self.recognise)
+        except FormatError:  # exports beside another format's checkpoints, which have it
+            return None
 
     def dialect(self, target: Target) -> str:
         """Whose names are written: the hub's, or (`hf.fused`) transformers' in memory."""

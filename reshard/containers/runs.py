@@ -28,14 +28,15 @@ def checkpoint_folder(
     if not run.is_dir():
         return None
     found: dict[int, Path] = {}
-    for folder in sorted(p for p in run.iterdir() if p.is_dir()):
-        match = re.fullmatch(_NAME, folder.name)
+    for entry in sorted(run.iterdir()):  # Lightning's are files where one rank writes
+        match = re.fullmatch(_NAME, entry.name)
         if match is None:
             continue
         number = int(next(g for g in match.groups() if g is not None))
-        inner = next((i for i in _INNER if recognise(folder / i if i else folder)), None)
-        if inner is not None:
-            found[number] = folder / inner if inner else folder
+        places = [entry / i if i else entry for i in (_INNER if entry.is_dir() else ("",))]
+        place = next((p for p in places if recognise(p)), None)
+        if place is not None:
+            found[number] = place
     if not found:
         return None
     if iteration is None:
