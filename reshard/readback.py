@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from reshard.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.checksums import KINDS
 from reshard.device import CPU, Device
+from reshard.dtypes import DType
 from reshard.errors import CorruptError, ReplicaError, VerifyError
 from reshard.files import Files, as_bytes, blocks, is_dense
 from reshard.fingerprints import Sum
@@ -24,8 +26,6 @@ from reshard.tensor import LogicalTensor, TensorId
 from reshard.workers import behind, spread
 
 Array = npt.NDArray[Any]
-#: Fingerprints of pieces, by tensor, box, file and offset.
-Seen = dict[tuple[TensorId, Box, str, int], tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -103,86 +103,121 @@ def read_files(
     `workers` files are read at a time, by blocks of `elements` each. `digest`: its kind.
     """
     result = ReadBack()
-    by_file: dict[str, list[tuple[Piece, TensorId]]] = {}
-    for tensor in checkpoint.layout.tensors:
-        for piece in checkpoint.layout.pieces(tensor):
-            by_file.setdefault(piece.array.file, []).append((piece, tensor))
+    parts = _Parts(checkpoint)
     named = {d.name: d for d in drafts}
-    for name in by_file:
+    for name in parts.rows:
         if name not in named:
             raise VerifyError(f"{checkpoint.path / name}: read back, but never written")
-    seen: Seen = {}
     share = sum(d.size for d in drafts) // workers
     with (
         Files(checkpoint.path, writable=True, device=device) as files,
         spread(workers) as each,
     ):
 
-        def read(name: str) -> tuple[str, str, Seen]:
+        def read(name: str) -> tuple[str, str]:
             taken = digests.KINDS[digest]()
             stream = _Stream(files, name, named[name], taken, progress)
             spare = workers if named[name].size > share else 1  # else others have their own file
-            found = _read_file(checkpoint, stream, by_file.get(name, ()), elements, spare)
-            return name, digests.spelled(digest, taken), found
+            _read_file(parts, stream, elements, spare)
+            return name, digests.spelled(digest, taken)
 
-        for name, spelled, found in each(read, sorted(named)):
-            result.digests[name] = spelled
-            seen |= found
+        result.digests.update(each(read, sorted(named)))
 
-        def combine(logical: LogicalTensor) -> Sum:
-            return _combine(checkpoint, logical, seen, files, elements)
+        def combine(number: int) -> Sum:
+            return _combine(checkpoint, parts, number, files, elements)
 
         tensors = checkpoint.layout.tensors
-        result.sums.update(zip(tensors, each(combine, tensors.values()), strict=True))
+        result.sums.update(zip(tensors, each(combine, range(len(tensors))), strict=True))
     return result
 
 
-def _read_file(
-    checkpoint: Checkpoint,
-    stream: _Stream,
-    pieces: Iterable[tuple[Piece, TensorId]],
-    elements: int,
-    workers: int,
-) -> Seen:
-    """Read one file to its end; the fingerprints of the pieces that lie in it front to back.
+class _Parts:
+    """Every piece of a checkpoint by its number, as a row of numbers: there can be millions.
+
+    `rows` by file: of each piece that lies in it front to back its number, its tensor's, that of
+    its type, the byte where it starts, its axes and its box.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.tensors = list(checkpoint.layout.tensors.values())
+        self.begins = array("q")  # the number of each tensor's first piece
+        self.rows: dict[str, array[int]] = {}
+        known: dict[DType, int] = {}
+        count = 0
+        for at, logical in enumerate(self.tensors):
+            self.begins.append(count)
+            for piece in checkpoint.layout.pieces(logical.id):
+                row = self.rows.setdefault(piece.array.file, array("q"))
+                if piece.array.plain and is_dense(piece.box.shape, piece.strides):
+                    kind = known.setdefault(piece.array.dtype, len(known))
+                    first, last = piece.box.start, piece.box.stop
+                    row.extend((count, at, kind, _start(piece), len(first), *first, *last))
+                count += 1
+        self.dtypes: list[DType] = list(known)
+        self.sums = np.zeros((count, 2), np.uint64)
+        self.summed = np.zeros(count, np.bool_)
+
+    def front_to_back(self, file: str) -> list[tuple[int, int, LogicalTensor, DType, Box]]:
+        """Where each piece of a file starts, its number, tensor, type and box."""
+        row, at, out = self.rows.get(file, ()), 0, []
+        while at < len(row):
+            number, tensor, kind, start, axes = row[at : at + 5]
+            stop = at + 5 + axes
+            box = Box(tuple(row[at + 5 : stop]), tuple(row[stop : stop + axes]))
+            out.append((start, number, self.tensors[tensor], self.dtypes[kind], box))
+            at = stop + axes
+        return sorted(out, key=lambda found: found[0])
+
+    def saw(self, number: int, total: Sum) -> None:
+        """Keep the fingerprint of a piece."""
+        self.sums[number] = (total.a, total.b)
+        self.summed[number] = True
+
+    def sum_of(self, number: int) -> tuple[int, int] | None:
+        """The fingerprint of a piece, where it was taken."""
+        if not self.summed[number]:
+            return None
+        a, b = self.sums[number].tolist()
+        return a, b
+
+
+def _read_file(parts: _Parts, stream: _Stream, elements: int, workers: int) -> None:
+    """Read one file to its end; fingerprints of the pieces that lie in it front to back are kept.
 
     With several workers, what was read is summed while what follows is read.
     """
-    sums: dict[tuple[TensorId, Box, str, int], Sum] = {}
-    dense = [(p, t) for p, t in pieces if p.array.plain and is_dense(p.box.shape, p.strides)]
+    totals: list[tuple[int, Sum]] = []
     with behind(Sum.add, workers) as add:
-        for piece, tensor in sorted(dense, key=lambda item: _start(item[0])):
-            if _start(piece) < stream.at:
+        for start, number, logical, dtype, whole in parts.front_to_back(stream.name):
+            if start < stream.at:
                 continue  # shares bytes with a piece already read; read again when combined
-            stream.skip_to(_start(piece), elements * 8)
-            logical, total = checkpoint.layout.tensors[tensor], Sum()
-            sums[_key(tensor, piece)] = total
-            for part in blocks(piece.box.shape, elements):
-                box = part.shift(piece.box.start)
-                n = box.numel * piece.array.dtype.itemsize
-                values = stream.take(n).view(piece.array.dtype.numpy).reshape(box.shape)
-                add(total, logical, box, values, stream.files.device.by_rows)
+            stream.skip_to(start, elements * 8)
+            total = Sum()
+            totals.append((number, total))
+            for part in blocks(whole.shape, elements):
+                box = part.shift(whole.start)
+                values = stream.take(box.numel * dtype.itemsize)
+                shaped = values.view(dtype.numpy).reshape(box.shape)
+                add(total, logical, box, shaped, stream.files.device.by_rows)
         stream.skip_to(stream.size, elements * 8)
-    return {key: (total.a, total.b) for key, total in sums.items()}
+    for number, total in totals:
+        parts.saw(number, total)
 
 
 def _start(piece: Piece) -> int:
     return piece.array.offset + piece.base * piece.array.dtype.itemsize
 
 
-def _key(tensor: TensorId, piece: Piece) -> tuple[TensorId, Box, str, int]:
-    return (tensor, piece.box, piece.array.file, _start(piece))
-
-
-def _combine(
-    checkpoint: Checkpoint,
-    logical: LogicalTensor,
-    seen: Mapping[tuple[TensorId, Box, str, int], tuple[int, int]],
-    files: Files,
-    elements: int,
-) -> Sum:
+def _combine(checkpoint: Checkpoint, parts: _Parts, at: int, files: Files, elements: int) -> Sum:
     """A tensor's fingerprint from its parts; its replicas compared with them."""
-    whole = cover(checkpoint.layout.pieces(logical.id))
+    logical = parts.tensors[at]
+    pieces = list(checkpoint.layout.pieces(logical.id))
+    seen = {
+        id(p): found
+        for i, p in enumerate(pieces)
+        if (found := parts.sum_of(parts.begins[at] + i)) is not None
+    }
+    whole = cover(pieces)
     true = logical.true
     total = Sum()
     by_box: dict[Box, tuple[int, int]] = {}
@@ -211,11 +246,12 @@ def _part(
     logical: LogicalTensor,
     box: Box,
     piece: Piece,
-    seen: Mapping[tuple[TensorId, Box, str, int], tuple[int, int]],
+    seen: Mapping[int, tuple[int, int]],
     files: Files,
     elements: int,
 ) -> tuple[int, int]:
-    if box == piece.box and (found := seen.get(_key(logical.id, piece))) is not None:
+    """The fingerprint of a box of a piece. `seen`: of whole pieces, by their id()."""
+    if box == piece.box and (found := seen.get(id(piece))) is not None:
         return found
     total = Sum()
     for part in blocks(box.shape, elements):
