@@ -145,7 +145,7 @@ def test_latest_that_names_nothing_is_told(copied: Callable[[str], Path]):
     refused(run, CorruptError, "global_step9", "no such folder", "global_step5")
 
 
-@pytest.mark.parametrize("tag", ["../z2_dp2_bf16/global_step5", "/tmp", "..", "a/b"])
+@pytest.mark.parametrize("tag", ["../z2_dp2_bf16/global_step5", "/tmp", "..", "a/../.."])
 def test_latest_that_points_outside_is_told(copied: Callable[[str], Path], tag: str):
     run = copied("z2_dp2_bf16")
     (run / "latest").write_text(tag)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import reshard
@@ -74,6 +75,10 @@ RUNS: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, Any]]]]] = 
          "config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
         [("zero2dp1", 1, {"stage": 2})],
     ),
+    "a rate in a tensor, under a tag of two folders": (
+        {"stage": 2, "tensor_rate": True, "config": {"scheduler": {}}, "tag": "epoch1/step5"},
+        [("zero3dp1", 1, {"stage": 3}), ("deepspeed-universal", 1, {"stage": 1})],
+    ),
     "Muon under ZeRO 3": (
         {"stage": 3, "state_keys": [], "zero": {"reduce_scatter": False}, "optimizer": MUON},
         [("zero2dp1", 1, {"stage": 2, "zero": {}}), ("zero3dp1", 1, {})],
@@ -87,6 +92,13 @@ RUNS: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, Any]]]]] = 
         [("zero2dp2ep2", 2, {"stage": 2})],
     ),
 }  # fmt: skip
+#: Of forms that are refused.
+REFUSED: dict[str, dict[str, Any]] = {
+    "Adafactor": {
+        "stage": 1, "state_keys": [],
+        "torch_optimizer": ["Adafactor", {"relative_step": False, "scale_parameter": False}],
+    },
+}  # fmt: skip
 JOBS = [(name, target) for name, (_, jobs) in RUNS.items() for target, _, _ in jobs]
 
 
@@ -94,8 +106,9 @@ JOBS = [(name, target) for name, (_, jobs) in RUNS.items() for target, _, _ in j
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of every run, as fixtures/deepspeed have one."""
     root = tmp_path_factory.mktemp("made")
+    wanted = {name: recipe for name, (recipe, _) in RUNS.items()} | REFUSED
     recipes = [
-        {"name": name, "world": 2, "dtype": "bf16", **recipe} for name, (recipe, _) in RUNS.items()
+        {"name": name, "world": 2, "dtype": "bf16", **recipe} for name, recipe in wanted.items()
     ]
     make(recipes, root)
     return root
@@ -157,6 +170,7 @@ def test_deepspeed_resumes(results: dict[str, dict[str, Any]], name: str, target
         ("Muon under ZeRO 3", "deepspeed-universal", FormatError, "Muon keeps whole matrices"),
         ("MoE", "deepspeed:zero3dp2", FormatError, "MoE under ZeRO 3"),
         ("a pipeline with a tensor axis", "deepspeed:zero1tp4dp1", LayoutError, "beyond tp=2"),
+        ("Adafactor", "deepspeed:zero2dp1", FormatError, "RMS is a number of each rank's own"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -180,6 +194,15 @@ def test_a_file_of_a_tensor_axis_that_is_missing_is_told(
     lost.unlink()
     with pytest.raises(CorruptError, match=words):
         reshard.open(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("to", ["dcp:dp2", "deepspeed:zero1dp1"])
+def test_a_rate_in_a_tensor_is_a_number(made: Path, tmp_path: Path, to: str):
+    source = made / "a rate in a tensor, under a tag of two folders" / "ckpt"
+    reshard.convert(source, tmp_path / "out", to)
+    for folder in (source, tmp_path / "out"):
+        groups = reshard.open(folder).groups or ()
+        assert [g.options["lr"] for g in groups] == [float(np.float32(0.01))] * 2
 
 
 def test_autotps_rule_cuts_between_heads(made: Path, tmp_path: Path):

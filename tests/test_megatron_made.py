@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from reshard.converters.megatron import run, run_rng
 from reshard.errors import (
     CorruptError,
     CoverageError,
+    FormatError,
     LayoutError,
     ReshardError,
     TargetError,
@@ -25,6 +27,8 @@ from reshard.topology import Topology
 
 Unpack = Callable[[str], Path]
 LLAMA, FP32 = "megatron/h-llama-tp2pp2", "megatron/made-fp32-tp2"
+SGD, FROZEN = "megatron/made-fp32-sgd-tp2", "megatron/made-frozen-decoupled-tp2"
+MOE_FP16 = "megatron/made-moe-fp16-dp2-dpr"
 
 
 def common_of(run: Path) -> dict[str, Any]:
@@ -83,6 +87,61 @@ def test_narrowed_fp32_weights_leave_their_bits_in_masters(
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     assert after[name, "param"].dtype.name == "bfloat16"
     assert after[name, "master"][...].tobytes() == before[name, "param"][...].tobytes()
+
+
+# --- optimizers and groups of other kinds ---------------------------------------------------------
+
+
+def test_sgd_counts_no_steps(unpacked: Unpack, tmp_path: Path) -> None:
+    source = unpacked(SGD) / "dist"
+    reshard.convert(source, tmp_path / "legacy", "megatron-legacy:pp2")
+    reshard.convert(tmp_path / "legacy", tmp_path / "back", "megatron:tp1")
+    assert reshard.diff(source, tmp_path / "back")["differences"] == []
+    optimizer = common_of(tmp_path / "back")["optimizer"]
+    assert optimizer["state"] == {}
+    assert all("step" not in group for group in optimizer["param_groups"])
+    with pytest.raises(FormatError, match=r"is Adam's alone, .* keeps momentum_buffer"):
+        reshard.convert(source, tmp_path / "no", "optim=fully_reshardable")
+
+
+def test_the_edges_have_the_group_of_the_decoupled_rate(unpacked: Unpack, tmp_path: Path) -> None:
+    """Megatron 0.16.1 calls no group decoupled, and tells two of these apart by nothing."""
+    source = unpacked(FROZEN) / "dist"
+    report = reshard.convert(source, tmp_path / "out", "megatron:pp2")
+    assert reshard.diff(source, tmp_path / "out")["differences"] == []
+    assert any("loads neither its own checkpoint" in note for note in report["notes"])
+    for folder in (source, tmp_path / "out"):
+        rates = {g.options["max_lr"]: g.members for g in reshard.open(folder).groups or ()}
+        assert set(rates[1e-3]) == {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+def test_frozen_weights_have_no_place_in_a_legacy_file(unpacked: Unpack, tmp_path: Path) -> None:
+    """Its optimizer numbers what is trained, and would be read as that of other weights."""
+    source = unpacked(FROZEN) / "dist"
+    with pytest.raises(FormatError, match=r"mlp\.linear_fc1.* the run froze them"):
+        reshard.convert(source, tmp_path / "no", "megatron-legacy:tp1")
+    reshard.convert(source, tmp_path / "weights", "megatron-legacy:tp1", weights_only=True)
+
+
+def test_an_fp16_run_keeps_its_loss_scale(unpacked: Unpack, tmp_path: Path) -> None:
+    """A dp_reshardable optimizer has it beside its groups; it is no loss under --strict."""
+    source = unpacked(MOE_FP16) / "dist"
+    reshard.convert(source, tmp_path / "out", "megatron:tp1dp2", strict=True)
+    reshard.convert(tmp_path / "out", tmp_path / "again", "megatron:tp1dp2", strict=True)
+    for folder in (source, tmp_path / "out", tmp_path / "again"):
+        extras = reshard.open(folder).extras
+        scaler = [extras[f"optimizer.grad_scaler.{k}"] for k in ("scale", "growth_tracker")]
+        assert scaler == [256.0, 1.0]
+
+
+def test_a_family_reads_a_moe_layer_frequency_that_is_a_number(
+    unpacked: Unpack, tmp_path: Path
+) -> None:
+    source = unpacked(MOE_FP16) / "dist"
+    assert args_of(source)["moe_layer_freq"] == 2
+    reshard.convert(source, tmp_path / "out", "hf")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["mlp_only_layers"] == [1]
 
 
 # --- random states -------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def _zero12(
                 f"{where}: base_optimizer_state has no 'state' (its keys: "
                 f"{', '.join(map(str, inner))[:200]}): an optimizer that is not read"
             )
-        options = param_groups(inner.get("param_groups"), where)
+        options = param_groups(file, inner.get("param_groups"), where)
         held = mapping(inner["state"], f"{where}: state")
         rows = [held.get(i) for i in range(len(flat))]
         _all_known(held, len(flat), where)
@@ -182,7 +182,7 @@ def _zero3(
     inner = mapping(state.get("optimizer_state_dict"), f"{where}: optimizer_state_dict")
     held = mapping(inner.get("state"), f"{where}: state")
     _all_known(held, len(flat), where)
-    options = param_groups(inner.get("param_groups"), where)
+    options = param_groups(file, inner.get("param_groups"), where)
     if any(not isinstance(ref, TensorRef) or prod(ref.shape) == 0 for ref in flat) and any(
         isinstance(ref, TensorRef) and prod(ref.shape) for ref in _tensors(held)
     ):
@@ -240,12 +240,29 @@ def group_state(
     return GroupState(tensors, numbers, tensor_step)
 
 
-def param_groups(found: object, where: str) -> Options:
-    """The options of every param group, without its list of params."""
+def param_groups(file: TorchFile, found: object, where: str) -> Options:
+    """The options of every param group, without its list of params.
+
+    A rate that is a tensor of one element, as compiled and capturable optimizers have it, is the
+    number in it. Raises FormatError for a larger one.
+    """
     return tuple(
-        {str(k): v for k, v in mapping(g, f"{where}: a param group").items() if k != "params"}
+        {
+            str(k): _option(file, v, f"{where}: option {k!r} of a param group")
+            for k, v in mapping(g, f"{where}: a param group").items()
+            if k != "params"
+        }
         for g in sequence(found, f"{where}: param_groups")
     )
+
+
+def _option(file: TorchFile, value: object, where: str) -> object:
+    if not isinstance(value, TensorRef):
+        return value
+    found = number(file, value)
+    if found is None:
+        raise FormatError(f"{where} is a {plain(value)}, which is not read; use --weights-only")
+    return found
 
 
 def _counts(found: object, n: int, where: str) -> tuple[int, ...]:
@@ -300,6 +317,13 @@ def check_alike(first: RankState, other: RankState) -> None:
         if a != b:
             raise CorruptError(_foreign(other.file, first.file, what, b, a))
     for i, (a_, b_) in enumerate(zip(first.states, other.states, strict=True)):
+        own = sorted(k for k, n in a_.numbers.items() if b_.numbers.get(k) != n)
+        if own and STEP not in own and a_.numbers.keys() == b_.numbers.keys():
+            raise FormatError(
+                f"{other.file}: the optimizer's {', '.join(own)} is a number of each rank's own "
+                f"partition ({b_.numbers[own[0]]:.6g}, in {first.file} {a_.numbers[own[0]]:.6g}), "
+                "which no other cut has. Convert with --weights-only."
+            )
         if a_.numbers != b_.numbers:
             what = f"optimizer counters of group {i}"
             raise CorruptError(

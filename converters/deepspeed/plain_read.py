@@ -206,7 +206,7 @@ def _parse(file: TorchFile, found: object) -> PlainState:
     )
     if masters and len(masters) != total:
         raise CorruptError(f"{where}: {total} parameters and {len(masters)} fp32 weights")
-    return PlainState(file, form, states, sizes, param_groups(listed, where))
+    return PlainState(file, form, states, sizes, param_groups(file, listed, where))
 
 
 def settings_of(grid: Grid) -> object:
@@ -278,7 +278,7 @@ def _entry(state: GroupState, where: str) -> Entry:
         raise FormatError(
             f"{where}: an optimizer state of shapes {sorted(map(list, shapes))} for one parameter "
             + ("(it was never stepped)" if not shapes else "")
-            + ": its name cannot be told"
+            + ": its name cannot be told. Convert with --weights-only."
         )
     return Entry(shapes.pop(), master)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from reshard.containers.runs import checkpoint_folder
 from reshard.containers.small import read_tracker
@@ -80,13 +80,11 @@ def tagged_folder(run: Path, iteration: int | None, tracker: str) -> Path | None
     tag = read_tracker(path)
     if not tag:
         raise CorruptError(f"{path} is empty; write the tag's name into it, or give the tag folder")
-    if Path(tag).name != tag or tag in (".", ".."):
+    if tag.startswith("/") or ".." in (parts := PurePosixPath(tag).parts) or not parts:
         raise UnsafeError(
-            f"{path} names {tag[:60]!r}, which is not a folder beside it. Give the tag folder."
+            f"{path} names {tag[:60]!r}, which is not a folder below it. Give the tag folder."
         )
-    inner = run / tag
-    if inner.is_symlink() and run.resolve() not in Path(os.path.realpath(inner)).parents:
-        raise UnsafeError(f"{path} names {tag[:60]!r}, a link that leads out of {run}")
+    inner = run / tag  # DeepSpeed takes a tag of several folders as it is
     if not inner.is_dir():
         if tracker == LATEST and tag.startswith("iter_"):
             return None  # another framework's tracker
@@ -94,6 +92,8 @@ def tagged_folder(run: Path, iteration: int | None, tracker: str) -> Path | None
         raise CorruptError(
             f"{path} names {tag[:60]!r}, and {run} has no such folder. Tags there: {there}."
         )
+    if run.resolve() not in Path(os.path.realpath(inner)).parents:
+        raise UnsafeError(f"{path} names {tag[:60]!r}, a link that leads out of {run}")
     return inner
 
 

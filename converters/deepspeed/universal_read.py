@@ -253,7 +253,7 @@ def _groups(
     listed = top.get("param_groups")
     if listed is None:
         listed = nested.get("param_groups")
-    options = param_groups(listed, where) if listed else None
+    options = param_groups(file, listed, where) if listed else None
     rows = _members(grid, names, nested, where)
     if options is not None and len(options) != len(rows):
         raise CorruptError(

@@ -367,11 +367,10 @@ def _optimizer(
 ) -> Optimizer | None:
     """The optimizers' options and step: in the common state, or in the buckets' objects."""
     found = root.get("optimizer")
-    bucket_objects = {
-        k: e for k, e in metadata.objects.items() if (b := bucket_key(k)) and b.field == "optimizer"
-    }
+    bucket_objects = _of_buckets(metadata, "optimizer")
     if bucket_objects:
-        return _bucket_optimizer(folder, bucket_objects)
+        made = _bucket_optimizer(folder, bucket_objects)
+        return replace(made, scaler=_bucket_scaler(folder, metadata))
     if found is None:
         return None
     listed = _chain(mapping(found, f"{folder}: optimizer"))
@@ -411,6 +410,21 @@ def _chain(found: Mapping[object, object]) -> list[Mapping[object, object]]:
     if found.keys() & {"optimizer", "param_state_sharding_type", "param_groups"}:
         return [found]
     return [v for k, v in sorted(found.items(), key=lambda i: str(i[0])) if isinstance(v, Mapping)]
+
+
+def _of_buckets(metadata: Metadata, field: str) -> dict[str, dcp.Place]:
+    """An object of every data-parallel group's optimizer, by its key."""
+    return {k: e for k, e in metadata.objects.items() if (b := bucket_key(k)) and b.field == field}
+
+
+def _bucket_scaler(folder: Path, metadata: Metadata) -> Carried | None:
+    """The fp16 loss scaler beside the groups' options, equal in each.
+
+    Source: distrib_optimizer.py state_dict, sharded_state_dict @ core_v0.16.1.
+    """
+    for key, at in sorted(_of_buckets(metadata, "grad_scaler").items()):
+        return carry(*objects.load(folder, at, key), "scaler/")
+    return None
 
 
 def _bucket_optimizer(folder: Path, places: Mapping[str, dcp.Place]) -> Optimizer:

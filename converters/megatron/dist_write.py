@@ -14,6 +14,7 @@ from reshard.dtypes import named
 from reshard.errors import CoverageError, FormatError, UsageError
 from reshard.format import Declaration, Fate, Loss, WriteOptions
 from reshard.layout import Draft, Layout
+from reshard.scaler import MEGATRON as GRAD_SCALER
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 from reshard.topology import Target
 
@@ -34,6 +35,8 @@ _METADATA = {
 FULLY_RESHARDABLE = "fully_reshardable"
 #: Optimizer forms of a TARGET: a DistributedOptimizer's, or Float16Optimizer's.
 FORMS = (FULLY_RESHARDABLE, "non_distributed")
+#: What a DistributedOptimizer keeps of a weight beside its master.
+ADAM = ("exp_avg", "exp_avg_sq")
 
 
 def native_run(source: Checkpoint, target: Target, options: WriteOptions) -> Run:
@@ -46,6 +49,9 @@ def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> D
     native = native_run(source, target, options)
     aim = goal(source, native, target, options)
     form = _form(native, aim, options)
+    if native.optimizer is not None and not options.weights_only:
+        run.common_step(source.steps.values())
+        _check_adam(source, form)
     style = _style(native, aim, options)
     tensors = _tensors(source, native, aim, options, form)
     _check_like(options, tensors)
@@ -57,7 +63,9 @@ def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> D
     folder, tracker = run_folder(native)
     losses += more
     recipe = _recipe(native, aim, form, tensors, object_fates)
-    if native is not source.native:
+    if native is source.native and any(t.slot != PARAM for t in tensors):
+        fates += _scaler_fate(native)
+    elif native is not source.native:
         told, more = foreign_fates(source, native)
         fates, losses = [*fates, *told], [*losses, *more]
         recipe = {**recipe, **foreign_recipe(native)}
@@ -70,7 +78,7 @@ def declare_dist(source: Checkpoint, target: Target, options: WriteOptions) -> D
         drafts=drafts,
         trackers={"latest_checkpointed_iteration.txt": tracker.encode()},
         losses=tuple(losses),
-        notes=(*aim.notes, *foreign_notes(source, native)),
+        notes=(*aim.notes, *foreign_notes(source, native), *_group_notes(native, aim, tensors)),
         fates=(*fates, *object_fates, *dropped(native)),
         recipe=recipe,
         explained=explained,
@@ -121,6 +129,19 @@ def _form(native: Run, aim: Goal, options: WriteOptions) -> str | None:
             "chooses when it runs. optim=fully_reshardable loads at every topology."
         )
     raise UsageError(f"optim={asked}: choose one of {', '.join(FORMS)}")
+
+
+def _check_adam(source: Checkpoint, form: str | None) -> None:
+    """Raises FormatError for states that DistributedOptimizer cannot hold.
+
+    Source: distrib_optimizer.py __init__ @ core_v0.16.1.
+    """
+    others = {t.slot for t in source.layout.tensors} - {*ADAM, PARAM, MASTER, run.STEP}
+    if form == FULLY_RESHARDABLE and others:
+        raise FormatError(
+            f"optim={form} is Adam's alone, and this optimizer keeps {', '.join(sorted(others))}. "
+            "Write optim=non_distributed."
+        )
 
 
 def _style(native: Run, aim: Goal, options: WriteOptions) -> names.Style:
@@ -356,6 +377,16 @@ def _common(
     return draft, fates, losses
 
 
+def _group_notes(native: Run, aim: Goal, tensors: Iterable[TensorId]) -> Iterator[str]:
+    if native.optimizer is not None and any(t.slot != PARAM for t in tensors):
+        yield from run.alike_notes(run.regrouped(native, aim.topology.ep)[0])
+
+
+def _scaler_fate(native: Run) -> list[Fate]:
+    scaled = native.optimizer is not None and native.optimizer.scaler is not None
+    return [Fate(GRAD_SCALER, "keep")] if scaled else []
+
+
 def _content(form: str | None) -> dict[str, object]:
     """What the loader builds its request from. Source: fixtures a-tp4pp2, b-tp2pp2dp2."""
     content: dict[str, object] = {}
@@ -396,14 +427,15 @@ def _member(
     inner: dict[str, object] = {}
     values: dict[str, bytes] = {}
     in_groups = optimizer.step_in_groups or form is not None
-    if not in_groups:
+    counted = optimizer.step is not None  # SGD counts no steps
+    if counted and not in_groups:
         step = run.step_tensor(float(run.whole_step(optimizer.step)), f"step/{i}")
         values |= step.values
         inner["state"] = {"common_step": step.obj}
     listed = []
     for g in groups:
         made = {k: v for k, v in g.values.items() if k not in ("params", run.STEP)}
-        if in_groups:
+        if counted and in_groups:
             made[run.STEP] = run.whole_step(optimizer.step)
         listed.append(made)
     inner["param_groups"] = listed

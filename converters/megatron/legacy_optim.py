@@ -120,8 +120,8 @@ class OptimizerReader:
         """Join the rank's groups to those of the ranks before; the same group must be the same."""
         for member in members:
             for options in member.options:
-                key = _identity(options)
-                known = next((g for g in self._groups if _identity(g) == key), None)
+                key = _identity(self.native, options)
+                known = next((g for g in self._groups if _identity(self.native, g) == key), None)
                 if known is None:
                     self._groups.append(options)
                 elif plain(known.values) != plain(options.values):
@@ -338,10 +338,10 @@ def _chain(optimizer: object, where: Path) -> list[Mapping[object, object]]:
     return [mapping(m, f"{where}: optimizer") for m in listed]
 
 
-def _identity(options: Options) -> tuple[object, ...]:
+def _identity(native: Run, options: Options) -> tuple[object, ...]:
     """What tells groups apart. Source: optimizer.py param_group_identifier_keys @ core_v0.16.1."""
-    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-    return tuple(plain(options.get(k)) for k in keys)
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel")
+    return (*(plain(options.get(k)) for k in keys), run.decoupled(native, options))
 
 
 def _number(file: TorchFile, value: object) -> object:

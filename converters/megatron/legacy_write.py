@@ -151,11 +151,29 @@ def _shape(
         found, losses = run.regrouped(native, aim.topology.ep)
         # 0.16.1 builds decayed groups first and reads groups by position
         groups = tuple(sorted(found, key=lambda g: (g.expert, not g.decays)))
+        _check_all_trained(source)
     form = _experts_form(native, aim, options)
     vocab = vocab_of(source.layout.tensors)
     model = replace(native.model, spec=aim.spec, experts_form=form, vocab=vocab)
     dtype = named(options.dtype) if options.dtype else None
     return Shape(source, native, aim, model, groups, ordered, dtype), losses
+
+
+def _check_all_trained(source: Checkpoint) -> None:
+    """Raises FormatError for frozen weights, which leave no trace in a file that numbers the rest.
+
+    Source: optimizer/__init__.py _get_param_groups @ core_v0.16.1.
+    """
+    held = source.layout.tensors
+    trained = {t.name for t in held if t.slot != PARAM}
+    weights = {t.name for t in held if not names.is_buffer(t.name)}
+    frozen = sorted(weights - trained)
+    if trained and frozen:
+        raise FormatError(
+            f"{frozen[0]} and {len(frozen) - 1} more weights have no optimizer state: the run "
+            "froze them. A legacy file numbers what is trained and does not say which that is. "
+            "Write torch_dist (megatron:…), which names them, or convert with --weights-only."
+        )
 
 
 def _rank_of_slot(slot: str) -> tuple[int, str]:
@@ -370,6 +388,8 @@ class _Writer:
         optimizer = shape.native.optimizer
         if made and optimizer is not None and not optimizer.step_in_groups:
             step = shape.source.steps.get(param.name, optimizer.step)
+            if step is None and not shape.source.steps:
+                return made  # SGD counts none
             if step is None:
                 raise CoverageError(f"{param.name}: the source says no step for its moments")
             counted = run.step_tensor(step, f"{key}/{run.STEP}")
@@ -381,7 +401,7 @@ class _Writer:
         optimizer = self.shape.native.optimizer
         assert optimizer is not None
         values = {k: v for k, v in options.values.items() if k != run.STEP}
-        if optimizer.step_in_groups:
+        if optimizer.step_in_groups and self.shape.source.steps:
             step = options.values.get(run.STEP, optimizer.step)
             values[run.STEP] = run.whole_step(step if isinstance(step, int | float) else None)
         return {**values, "params": pids}
@@ -454,6 +474,7 @@ def _notes(native: Run, shape: Shape) -> Iterator[str]:
             "the distributed optimizer's state is written per parameter, for a job without "
             "--use-distributed-optimizer"
         )
+    yield from run.alike_notes(shape.groups)
     if shape.model.experts_form == LEGACY_GROUPED:
         yield "experts are written as GroupedMLP's weight1 and weight2 (--moe-grouped-gemm)"
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+#: What --decoupled-lr is the rate of; position embeddings are not.
+#: Source: language_module.py, is_embedding_or_output_parameter @ core_v0.16.1.
+EDGES = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
@@ -14,7 +14,7 @@ from reshard.dtypes import named
 from reshard.errors import CorruptError, FormatError, LayoutError, LossError
 from reshard.format import Fate, Loss
 from reshard.scaler import MEGATRON as GRAD_SCALER
-from reshard.tensor import LogicalTensor, TensorId
+from reshard.tensor import PARAM, LogicalTensor, TensorId
 from reshard.topology import Topology
 
 from . import names, optim_groups
@@ -181,7 +181,7 @@ def param_groups(
         return (), {}
     held: dict[str, int] = {}
     for tensor, logical in tensors.items():
-        if tensor.slot in ("exp_avg", "master"):
+        if tensor.slot not in (PARAM, STEP):
             held.setdefault(tensor.name, len(logical.shape))
     members: list[list[str]] = [[] for _ in optimizer.groups]
     for name, ndim in held.items():
@@ -202,24 +202,49 @@ def group_of(run: Run, name: str, ndim: int, ep: int | None = None) -> int:
         bool(run.args.get("apply_wd_to_qk_layernorm"))
         and name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))
     )
-    edge = name.startswith(("embedding.", "output_layer."))
     fits = [
         i for i, g in enumerate(run.optimizer.groups) if g.expert == expert and g.decays == decays
     ]
     if len(fits) > 1:
-        by_rate = [i for i in fits if bool(run.optimizer.groups[i].get("is_decoupled_lr")) == edge]
+        edge = name in optim_groups.EDGES
+        by_rate = [i for i in fits if decoupled(run, run.optimizer.groups[i]) == edge]
         fits = by_rate or fits
     if len(fits) != 1:
-        shown = [
-            {k: plain(g.get(k)) for k in ("wd_mult", "lr_mult", "is_expert_parallel")}
-            for g in run.optimizer.groups
-        ]
+        keys = ("wd_mult", "lr_mult", "max_lr", "min_lr", "is_expert_parallel")
+        shown = [{k: plain(g.get(k)) for k in keys} for g in run.optimizer.groups]
         raise FormatError(
             f"{name}: {len(fits)} of the recorded param groups fit it (is_expert_parallel={expert}"
             f", decays={decays}): {shown}. The run used its own grouping, which the checkpoint "
             "does not describe; convert with --weights-only."
         )
     return fits[0]
+
+
+def decoupled(run: Run, group: Options) -> bool:
+    """Whether a group has the rate of --decoupled-lr.
+
+    core_v0.16.1 records is_decoupled_lr as false in every group, and the rate alone tells.
+    Source: optimizer/__init__.py get_standard_config_overrides, _get_param_groups @ core_v0.16.1.
+    """
+    if group.get("is_decoupled_lr"):
+        return True
+    rate = run.args.get("decoupled_lr")
+    usual = group.get("default_config") is True
+    return rate is not None and not usual and plain(group.get("max_lr")) == plain(rate)
+
+
+#: What Megatron's loader tells groups apart by. Source: optimizer.py @ core_v0.16.1.
+IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+def alike_notes(groups: Sequence[Options]) -> Iterator[str]:
+    """A note where Megatron's own loader cannot tell two groups apart."""
+    keys = [tuple(plain(g.get(k)) for k in IDENTITY) for g in groups]
+    if len(set(keys)) < len(keys):
+        yield (
+            "--decoupled-lr: megatron-core 0.16.1 records its group and another under one identity "
+            "and loads neither its own checkpoint of such a run nor this one with its optimizer"
+        )
 
 
 def regrouped(run: Run, ep: int) -> tuple[tuple[Options, ...], list[Loss]]:
@@ -239,14 +264,14 @@ def regrouped(run: Run, ep: int) -> tuple[tuple[Options, ...], list[Loss]]:
         for g in groups:
             if not g.expert:
                 continue
-            twin = [k for k in kept if k.decays == g.decays]
+            twin = [k for k in kept if k.decays == g.decays and not decoupled(run, k)]
             if len(twin) != 1 or not _same_options(twin[0], g):
                 raise LossError(
                     "the expert param group has other options than the dense one that takes its "
                     f"place at ep=1: {plain(g.values)}"
                 )
         return kept, losses
-    twin = [g for g in groups if g.decays and not bool(g.get("is_decoupled_lr"))]
+    twin = [g for g in groups if g.decays and not decoupled(run, g)]
     made = [Options({**g.values, "is_expert_parallel": True}) for g in twin[:1]]
     if run.args.get("add_bias_linear") is not False:
         bias = [g for g in groups if not g.decays]
@@ -353,6 +378,9 @@ def extras(run: Run) -> dict[str, Json]:
             out[name] = shown
     for name, value in run.args.items():
         out[f"args.{name}"] = plain(value)
+    if "args.moe_layer_freq" in out and not all(run.model.moe_layers):
+        # a number or a list in Megatron; families read the list
+        out["args.moe_layer_freq"] = [int(x) for x in run.model.moe_layers]
     scaler = run.optimizer.scaler if run.optimizer is not None else None
     if scaler is not None and isinstance(scaler.obj, Mapping):
         for name, value in scaler.obj.items():

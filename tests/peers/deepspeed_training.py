@@ -291,8 +291,14 @@ def engine_of(recipe: Recipe) -> Any:
 def optimizer_of(recipe: Recipe, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The job's own optimizer: AdamW as the fixtures have it, or any of torch's by its name."""
     if "torch_optimizer" not in recipe:
-        return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+        rate = torch.tensor(0.01) if recipe.get("tensor_rate") else 0.01
+        return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     name, options = recipe["torch_optimizer"]
+    if name == "Adafactor":  # transformers', which the Trainer takes; it has an RMS in its state
+        from transformers.optimization import Adafactor
+
+        own: torch.optim.Optimizer = Adafactor(groups, lr=0.01, **options)
+        return own
     fused = name == "FusedAdam"
     kind = torch.optim.AdamW if fused else getattr(torch.optim, name)
     made: torch.optim.Optimizer = kind(groups, lr=0.01, **options)

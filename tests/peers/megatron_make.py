@@ -138,6 +138,33 @@ PRESETS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "moe_router_dtype": "fp32",
     },
+    "sgd": {
+        "num_layers": 2,
+        "encoder_num_layers": 2,
+        "bf16": False,
+        "params_dtype": torch.float32,
+        "optimizer": "sgd",
+    },
+    "frozen": {
+        "num_layers": 2,
+        "encoder_num_layers": 2,
+        "decoupled_lr": 1e-3,
+        "decoupled_min_lr": 1e-4,
+        "frozen_parameters": ["mlp"],  # no argument of Megatron's: a run freezes in its own code
+    },
+    "moe-fp16": {
+        "num_layers": 3,
+        "encoder_num_layers": 3,
+        "bf16": False,
+        "fp16": True,
+        "params_dtype": torch.float16,
+        "initial_loss_scale": 128.0,
+        "loss_scale_window": 2,
+        "num_experts": 2,
+        "moe_ffn_hidden_size": 28,
+        "moe_layer_freq": 2,
+        "qk_layernorm": True,
+    },
 }
 
 

@@ -213,6 +213,8 @@ def model_chunk(args: Args, case: MegatronCase, config: TransformerConfig, stage
         vp_stage=vp_stage,
     )
     model.model_type = None
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(n in name for n in getattr(args, "frozen_parameters", ())))
     if precision(args) != torch.float32:
         model = Float16Module(config, model)
         for module in model.modules():
@@ -239,8 +241,10 @@ def build(args: Args, case: MegatronCase, distributed: str) -> Job:
     chunks = [DistributedDataParallel(config, data_parallel, chunk) for chunk in chunks]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=getattr(args, "optimizer", "adam"),
             lr=args.lr,
+            decoupled_lr=getattr(args, "decoupled_lr", None),
+            decoupled_min_lr=getattr(args, "decoupled_min_lr", None),
             min_lr=args.min_lr,
             weight_decay=args.weight_decay,
             adam_beta1=args.adam_beta1,
