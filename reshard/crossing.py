@@ -78,25 +78,35 @@ def cross(
     return Crossed(*renamed(plain, dialect, choice))
 
 
-def with_second_names(checkpoint: Checkpoint, form: Format) -> Checkpoint:
-    """The checkpoint with the names of tied weights that its files leave out and its model has.
+def with_second_names(crossed: Crossed, form: Format) -> Crossed:
+    """The source with the names of tied weights that its files leave out and its model has.
 
     The hub and Megatron keep one name; the state dicts of torch's frameworks have all, and their
-    loaders ask for all.
+    loaders ask for all. A note, where no family knows the name.
     """
+    checkpoint = crossed.checkpoint
     if {getattr(form, "naming", None), checkpoint.layout.naming} != {"torch"}:
-        return checkpoint
+        return crossed
     config = checkpoint.extras.get("config") or object_beside(checkpoint.path / "config.json")
     if not isinstance(config, Mapping):
-        return checkpoint
+        return crossed
     from reshard.families import CONFIG, recognised
     from reshard.translate import second_names
 
     known = recognised(replace(checkpoint, extras={CONFIG: config}))
-    told = {} if known is None else second_names(checkpoint, known)
-    if not told:
-        return checkpoint
-    return replace(checkpoint, extras={**checkpoint.extras, TIES: {**told, **ties(checkpoint)}})
+    told, tied = ties(checkpoint), config.get("tie_word_embeddings") is True
+    if known is None and tied and not told:
+        note = (
+            f"the config ties the embeddings of a {config.get('model_type')!r}, which is in no "
+            "family: if the source leaves out the name of the head, so does the target, and a "
+            "loader has to allow that (allow_partial_load, strict=False)"
+        )
+        return replace(crossed, notes=(*crossed.notes, note))
+    found = {} if known is None else second_names(checkpoint, known)
+    if not found:
+        return crossed
+    extras = {**checkpoint.extras, TIES: {**found, **told}}
+    return replace(crossed, checkpoint=replace(checkpoint, extras=extras))
 
 
 def dequantised(checkpoint: Checkpoint, dialect: str | None, choice: Choice) -> Checkpoint:

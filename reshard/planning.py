@@ -208,8 +208,7 @@ def make_plan(source: str | Path, options: Options) -> Plan:
         whole = moved.checkpoint
     checkpoint = select(whole, asked)
     choice = Choice(options.schema, options.config, options.dtype)
-    crossed = cross(checkpoint, dialect, choice, like)
-    crossed = replace(crossed, checkpoint=with_second_names(crossed.checkpoint, form))
+    crossed = with_second_names(cross(checkpoint, dialect, choice, like), form)
     declaration = form.declare(crossed.checkpoint, target, write)
     if options.set_latest and not declaration.trackers:
         raise FormatError(

@@ -151,3 +151,24 @@ def test_ranks_of_two_runs_do_not_mix(unpacked: Unpacked, tmp_path: Path):
     lone.write_bytes(lone.read_bytes().replace(b"size_4_rank_2/", b"size_4_rank_1/"))
     with pytest.raises((CoverageError, ReplicaError, FormatError)):
         reshard.verify(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ("no model", CorruptError, r"optimizer_0 is there, and pytorch_model_fsdp_0 is missing"),
+        ("two models", FormatError, r"several models or optimizers \(pytorch_model_fsdp_1"),
+    ],
+)
+def test_half_of_accelerates_stores_and_a_second_model_are_refused(
+    unpacked: Unpacked, tmp_path: Path, change: str, error: type[Exception], said: str
+):
+    source = unpacked("dcp/accelerate_fsdp2_w2_sharded") / "checkpoint"
+    shutil.copytree(source, tmp_path / "copy")
+    model = tmp_path / "copy/pytorch_model_fsdp_0"
+    if change == "no model":
+        shutil.rmtree(model)
+    else:
+        shutil.copytree(model, model.with_name("pytorch_model_fsdp_1"))
+    with pytest.raises(error, match=said):
+        reshard.open(tmp_path / "copy")

@@ -124,3 +124,12 @@ def test_torch_loads_a_tied_model_of_the_hub_by_both_names(odds: Path):
         made = reshard.convert(odds / "tied", odds / f"tied-{to}", to)
         assert made["losses"] == []
     run_module("peers.torch_odds", "check", str(odds))
+
+
+def test_a_tied_model_of_no_family_is_told_that_a_name_may_be_missing(odds: Path, tmp_path: Path):
+    shutil.copytree(odds / "tied", tmp_path / "model")
+    config = tmp_path / "model/config.json"
+    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "opt"'))
+    notes = reshard.plan(tmp_path / "model", "dcp:dp2")["notes"]
+    assert isinstance(notes, list)
+    assert [n for n in notes if "'opt', which is in no family" in str(n)]

@@ -23,6 +23,7 @@ from .values import Path
 
 META = "meta.pt"
 _RNG = r"(?:rng_state|random_states)_(?P<rank>\d+)\.(?:pth|pkl)"
+_SECOND = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[1-9]\d*")
 _OWNER = re.compile(r"__(\d+)_\d+\.distcp")
 
 
@@ -40,6 +41,7 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
     inner = [f for f in (MODEL_FOLDER, OPTIMIZER_FOLDER) if (folder / f).is_dir()]
     if inner and not (folder / dcp.METADATA).exists():
         kind, folders = "accelerate", (MODEL_FOLDER, OPTIMIZER_FOLDER)
+        _refuse_others(folder)
     else:
         kind, folders, inner = "plain", ("", ""), [""]
     leaves: list[Leaf] = []
@@ -70,6 +72,22 @@ def open_dcp(folder: Folder, options: OpenOptions) -> Checkpoint:
             ties=ties,
         )
     )
+
+
+def _refuse_others(folder: Folder) -> None:
+    """Raises for an optimizer's store without the model's beside it, and for a second model's."""
+    others = sorted(p.name for p in folder.iterdir() if _SECOND.fullmatch(p.name))
+    if others:
+        raise FormatError(
+            f"{folder}: several models or optimizers ({', '.join(others)} beside the first) are "
+            "not read together"
+        )
+    if not (folder / MODEL_FOLDER).is_dir():
+        raise CorruptError(
+            f"{folder}: {OPTIMIZER_FOLDER} is there, and {MODEL_FOLDER} is missing. Copy it again; "
+            "of FSDP1's LOCAL_STATE_DICT, whose model lies in files of ranks, save a "
+            "SHARDED_STATE_DICT."
+        )
 
 
 def may_tie(asked: Mapping[str, str]) -> bool:
