@@ -525,6 +525,15 @@ def test_distrib_optim_of_many_buckets_rounds_to_the_weights(unpacked: Unpacked)
     assert [s.flat for s in one_bucket.slots] == [s.flat for s in made.slots]
 
 
+@pytest.mark.parametrize("lengths", [{"numel_unpadded": 803}, {"numels_unpadded": [300, 503]}])
+def test_a_buffer_that_lacks_parameters_tells_of_frozen_ones(lengths: dict[str, Any]) -> None:
+    """As a run with frozen MLPs records it; no bucket size would help."""
+    params = [(f"p{i}", 100 + i) for i in range(9)]
+    with pytest.raises(FormatError, match=r"no layout .* holds fewer .* froze some") as error:
+        solve({"module order": params}, **lengths)
+    assert "ddp_bucket_size" not in str(error.value)
+
+
 def test_a_bucket_size_that_nothing_says_is_asked_for_by_name():
     """Lengths that are no multiples of 64 move with the buckets."""
     params = [(f"p{i}", 100 + i) for i in range(9)]

@@ -234,11 +234,19 @@ def solve(
     if len(found) == 1:
         return next(iter(found.values()))
     listed = "; ".join(dict.fromkeys(tried)) or "no parameter order was given"
-    asked = ". If the job set --ddp-bucket-size, give it as --from ddp_bucket_size=ELEMENTS"
+    held = numel_unpadded if numels_unpadded is None else sum(numels_unpadded)
+    hint = ""
+    if held is not None and all(held < sum(n for _, n in order) for order in orders.values()):
+        hint = (
+            ". It holds fewer elements than the model's parameters: if the run froze some, the "
+            "checkpoint does not say which. Convert with --weights-only"
+        )
+    elif numels_unpadded is None:
+        hint = ". If the job set --ddp-bucket-size, give it as --from ddp_bucket_size=ELEMENTS"
     raise FormatError(
         ("several layouts agree" if found else "no layout agrees")
         + f" with the recorded lengths of this optimizer buffer. Tried: {listed}"
-        + (asked if numels_unpadded is None else "")
+        + hint
     )
 
 

@@ -186,7 +186,7 @@ class OptimizerReader:
                 raise FormatError(
                     f"{where} records {len(pids)} parameters in group {i}, Megatron's grouping of "
                     f"this model makes {len(group)} (pids {pid} on). The run grouped parameters "
-                    "its own way; convert with --weights-only."
+                    "its own way, or froze some; convert with --weights-only."
                 )
             for param in group:
                 found += self._states(file, param, states.get(pid), where, steps)
