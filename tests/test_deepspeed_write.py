@@ -371,3 +371,16 @@ def test_the_real_tools_read_what_is_written(unpacked: Unpacked, tmp_path: Path)
     }
     assert "torch Size" in names
     shutil.rmtree(tmp_path / "out")
+
+
+def test_a_tie_is_left_out_with_the_weight_it_is_of(unpacked: Unpacked, tmp_path: Path):
+    """As a run saves it that leaves out its frozen weights, the embedding among them."""
+    source = unpacked("deepspeed/z2_dp2_bf16_tied") / "ckpt"
+    for stage in (1, 3):
+        reshard.convert(
+            source, tmp_path / f"{stage}", f"deepspeed:zero{stage}dp1",
+            exclude="model.embed_tokens.weight",
+        )  # fmt: skip
+        names = {name for name, _ in reshard.open(tmp_path / f"{stage}").tensors}
+        assert "model.norm.weight" in names
+        assert not names & {"model.embed_tokens.weight", "lm_head.weight"}

@@ -368,10 +368,10 @@ def _model(
         if wanted is not None and name not in buffers and named(kind).floating:
             kind = wanted
         kinds[name] = kind
-    order = [n for n in (base.order if base else ()) if n in kinds or n in base.aliases]  # type: ignore[union-attr]  # no base, no order
-    order += [n for n in names if n not in set(order)]
     tied = base.aliases if base else ties(source)
     aliases = {a: o for a, o in tied.items() if o in kinds}
+    order = [n for n in (base.order if base else ()) if n in kinds or n in aliases]
+    order += [n for n in names if n not in set(order)]
     parted = next((a for a in aliases if a in kinds), None)
     if parted is not None:
         raise LayoutError(
