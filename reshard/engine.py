@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +20,7 @@ from reshard.files import Files, as_bytes, blocks, is_dense
 from reshard.fingerprints import Sum
 from reshard.format import Loss
 from reshard.join import Plan, TensorJoin
-from reshard.layout import Draft, Piece
+from reshard.layout import Checksum, Draft, Piece
 from reshard.rounding import Rounding
 from reshard.tensor import MASTER, PARAM, LogicalTensor, TensorId
 
@@ -52,42 +54,78 @@ def block_elements(memory: int, block: int, workers: int) -> int:
     return max(_LEAST_BLOCK, min(block, memory // (_SHARE * max(1, workers)))) // 4
 
 
+class _Awaited:
+    """The arrays of one file whose checksums are wanted, by where they begin; as numbers."""
+
+    def __init__(self, wanted: Iterable[Checksum]) -> None:
+        found = sorted((c.array.offset, c.kind) for c in wanted)
+        self.offsets = array("q", (offset for offset, _ in found))
+        self.kinds = [kind for _, kind in found]
+        self.values = array("L", bytes(array("L").itemsize * len(found)))
+        self.known = bytearray(len(found))
+
+    def at(self, offset: int) -> int | None:
+        """The number of the array that begins there."""
+        i = bisect_left(self.offsets, offset)
+        return i if i < len(self.offsets) and self.offsets[i] == offset else None
+
+
 class Checksums:
     """CRC-32s of arrays, taken while their parts are written, in any order.
 
     `fresh`: nothing of the files was written by an earlier run, so that what is not seen is zero.
+    An array costs an object only while it is being written: there can be millions.
     """
 
     def __init__(self, drafts: Sequence[Draft], *, fresh: bool) -> None:
-        self._runs = {(d.name, c.array.offset): Runs(c.kind) for d in drafts for c in d.checksums}
+        self._files = {d.name: _Awaited(d.checksums) for d in drafts if d.checksums}
+        self._runs: dict[tuple[str, int], Runs] = {}
         self._fresh = fresh
 
     def saw(self, piece: Piece, box: Box, values: Array) -> None:
         """Take in a part of an array that has just been written."""
-        runs = self._runs.get((piece.array.file, piece.array.offset))
-        if runs is None:
+        file, offset = piece.array.file, piece.array.offset
+        awaited = self._files.get(file)
+        number = awaited.at(offset) if awaited is not None else None
+        if awaited is None or number is None:
             return
+        runs = self._runs.get((file, offset))
+        if runs is None:
+            runs = self._runs.setdefault((file, offset), Runs(awaited.kinds[number]))
         if not is_dense(box.shape, piece.strides):
             runs.torn = True  # the cold reading takes it
             return
         start = piece.base_of(box) * piece.array.dtype.itemsize
         runs.add(start, as_bytes(np.ascontiguousarray(values)))
+        whole = runs.all_of(piece.array.nbytes)
+        if whole is not None:
+            awaited.values[number], awaited.known[number] = whole, True
+            self._runs.pop((file, offset), None)
 
     def patch(self, files: Files, draft: Draft) -> Draft:
         """Write those of a file that are known; the draft with those that are still wanted."""
         left = []
         for c in draft.checksums:
-
-            def unseen(start: int, stop: int, kind: str = c.kind) -> int | None:
-                return with_zeros(kind, 0, stop - start) if self._fresh else None
-
-            crc = self._runs[draft.name, c.array.offset].whole(c.array.nbytes, unseen)
+            crc = self._known(draft.name, c)
             if crc is None:
                 left.append(c)
                 continue
             for at in c.at:
                 files.pwrite(draft.name, at, memoryview(crc.to_bytes(4, "little")))
         return replace(draft, checksums=tuple(left))
+
+    def _known(self, file: str, wanted: Checksum) -> int | None:
+        """The checksum of an array, if it can be told of what was seen."""
+        awaited, offset = self._files[file], wanted.array.offset
+        number = awaited.at(offset)
+        runs = self._runs.get((file, offset))
+        if number is not None and awaited.known[number]:
+            return awaited.values[number] if runs is None else None  # None: some of it came again
+
+        def unseen(start: int, stop: int) -> int | None:
+            return with_zeros(wanted.kind, 0, stop - start) if self._fresh else None
+
+        return (runs or Runs(wanted.kind)).whole(wanted.array.nbytes, unseen)
 
 
 @dataclass(frozen=True)
