@@ -104,11 +104,13 @@ def test_a_tensor_that_is_no_plain_one_is_refused_by_name(odds: Path, name: str)
         ("tensor.pt", "holds one value, and no state dict"),
         ("whole", r"only objects \(model, optim\).*flatten_state_dict=False"),
         ("pair", "two models that name their parameters alike"),
+        ("two", "several optimizers that number their parameters are not read. Save them with"),
+        ("conjugated-store", r"model\.odd: a tensor of a kind that is not read"),
     ],
 )
 def test_what_is_no_state_dict_is_refused_by_what_it_is(odds: Path, name: str, said: str):
     with pytest.raises(FormatError, match=said):
-        reshard.open(odds / name)
+        reshard.plan(odds / name, "dcp:dp2")
 
 
 def test_run_folders_of_files_and_of_exports_take_an_iteration(odds: Path):

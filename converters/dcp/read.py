@@ -142,7 +142,10 @@ def _numbers(found: Found, roles: Roles) -> tuple[dict[int, str], str | None]:
     if given is not None:
         return given, None
     if len(roles.containers) > 1:
-        raise FormatError(f"{where}: several optimizers that number their parameters are not read")
+        raise FormatError(
+            f"{where}: several optimizers that number their parameters are not read. Save them "
+            "with names (torch.distributed.checkpoint.state_dict.get_state_dict)."
+        )
     shapes = {
         e.parameter: e.leaf.shape
         for e in roles.state

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from reshard.containers.carried import Carried
-from reshard.containers.inert import Global, Record
+from reshard.containers.inert import Record, unread_tensor
 from reshard.errors import CorruptError, FormatError
 
 from .leaves import Leaf, ObjectLeaf, TensorLeaf, dotted
@@ -92,9 +92,6 @@ def sort_leaves(leaves: Sequence[Leaf], *, lightning: bool = False) -> Roles:
     return roles
 
 
-#: What rebuilds a tensor of a kind that has more than a storage and strides.
-#: Source: torch 2.13 _tensor.py, _reduce_ex_internal.
-_REBUILDS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 _MODULE = {"_parameters", "_buffers", "_modules"}  # fields of a torch.nn.Module
 
 
@@ -109,14 +106,9 @@ def _refuse_unread(leaf: Leaf) -> None:
         )
     if not leaf.path:
         raise FormatError("the file holds one value, and no state dict that names tensors")
-    if isinstance(value, Record) and value.type.path.startswith(_REBUILDS):
-        inner = [a.path for a in value.args[:2] if isinstance(a, Global)]
-        raise FormatError(
-            f"{where}: a tensor of a kind that is not read "
-            f"({', '.join([value.type.path, *inner])}): sparse, nested, on meta, conjugated when "
-            "it is used, or a subclass that holds others (quantised states). Save a plain one: "
-            "to_dense(), resolve_conj(), dequantize()."
-        )
+    unread = unread_tensor(value)
+    if unread is not None:
+        raise FormatError(f"{where}: {unread}")
 
 
 def _numbered(entry: StateEntry) -> StateEntry:

@@ -17,7 +17,7 @@ from reshard.box import Box
 from reshard.containers import torchfile, zips
 from reshard.containers.dcp_chunks import Chunk, Place, TensorEntry
 from reshard.containers.dcp_metadata import AGAIN, CUT, METADATA, Listed, inside
-from reshard.containers.inert import TensorRef
+from reshard.containers.inert import TensorRef, unread_tensor
 from reshard.containers.torchfile import TorchFile
 from reshard.containers.zips import Window
 from reshard.dtypes import DType
@@ -251,6 +251,9 @@ def _piece(chunk: Chunk, array: StoredArray) -> Piece:
 def _checked(made: TorchFile, key: str, sizes: tuple[int, ...], dtype: DType) -> TensorRef:
     """The blob's tensor, compared with what the metadata says of the chunk."""
     ref = made.root
+    unread = unread_tensor(ref)
+    if unread is not None:
+        raise FormatError(f"{made.path}: {key}: {unread}")
     if not isinstance(ref, TensorRef):
         raise CorruptError(f"{made.path}: {key}: its blob holds {ref!r:.80}, not a tensor. {AGAIN}")
     if ref.shape != sizes or ref.dtype != dtype:

@@ -375,6 +375,23 @@ for _module in ("builtins", "__builtin__"):  # protocols 0 to 2 write Python 2's
 #: Types whose NEWOBJ is as good as a call.
 _PLAIN = {"torch.Size", "collections.OrderedDict"}
 
+#: What rebuilds a tensor of a kind that has more than a storage and strides.
+#: Source: torch 2.13 _tensor.py, _reduce_ex_internal.
+_REBUILDS = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
+
+
+def unread_tensor(value: object) -> str | None:
+    """What a value is that is a tensor, but of a kind that is not read; None for any other."""
+    if not isinstance(value, Record) or not value.type.path.startswith(_REBUILDS):
+        return None
+    inner = [a.path for a in value.args[:2] if isinstance(a, Global)]
+    return (
+        f"a tensor of a kind that is not read ({', '.join([value.type.path, *inner])}): sparse, "
+        "nested, on meta, conjugated when it is used, or a subclass that holds others (quantised "
+        "states). Save a plain one: to_dense(), resolve_conj(), dequantize()."
+    )
+
+
 # ---------------------------------------------------------------------- walking
 
 

@@ -49,6 +49,10 @@ def make_stores(folder: Path) -> None:
     dcp.save({"model": weights, "optim": moments}, checkpoint_id=folder / "whole", planner=whole)
     pair = {"gen": weights, "disc": weights, "optim_gen": moments, "optim_disc": moments}
     dcp.save(pair, checkpoint_id=folder / "pair")
+    odd = {"odd": torch.randn(3, 4, dtype=torch.complex64).conj(), "w": torch.ones(2)}
+    dcp.save({"model": odd}, checkpoint_id=folder / "conjugated-store")
+    apart = [torch.optim.Adam([p], lr=0.1).state_dict() for p in model.parameters()]
+    dcp.save({"model": weights, "one": apart[0], "two": apart[1]}, checkpoint_id=folder / "two")
     rest = {"epoch": 3, "rng": torch.get_rng_state(), "words": ["a", "b"]}
     dcp.save({"model": weights, **rest}, checkpoint_id=folder / "untrained")
 
