@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from support import ROOT
         (["--only", "plan", "--tensors", "96", "--ranks", "16"], "deepspeed:zero3dp16"),
         (["--only", "headers", "--tensors", "100"], "safetensors of 1,000 tensors"),
         (["--only", "cp", "--case", "PP:", "--size", "1MB"], "PP: torch_dist tp1pp2 to pp4"),
+        (["--only", "workers", "--case", "HF", "--size", "1MB"], "the machine gives"),
         (["--only", "memory", "--most", "1GiB"], "≤ 200: held"),
     ],
 )
@@ -27,6 +30,21 @@ def test_a_table_is_printed(options: list[str], says: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr[-2000:]
     assert says in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_phases_of_a_conversion_are_timed(
+    unpacked: Callable[[str], Path], tmp_path: Path
+) -> None:
+    phases = tmp_path / "phases.json"
+    source = unpacked("hf/gpt2") / "plain"
+    command = [sys.executable, "-m", "benchmarks.launch", "--no-fsync", "--phases", str(phases)]
+    subprocess.run(
+        [*command, "--", "convert", str(source), str(tmp_path / "out"), "--to", "hf"],
+        cwd=ROOT, capture_output=True, check=True,
+    )  # fmt: skip
+    seen = json.loads(phases.read_text())
+    assert set(seen) == {"start", "plan", "move", "verify", "rest"}
+    assert all(wall >= 0 and cpu >= 0 for wall, cpu in seen.values())
 
 
 def test_one_thing_is_changed_in_a_mutant() -> None:
