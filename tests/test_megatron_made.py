@@ -29,6 +29,7 @@ Unpack = Callable[[str], Path]
 LLAMA, FP32 = "megatron/h-llama-tp2pp2", "megatron/made-fp32-tp2"
 SGD, FROZEN = "megatron/made-fp32-sgd-tp2", "megatron/made-frozen-decoupled-tp2"
 MOE_FP16 = "megatron/made-moe-fp16-dp2-dpr"
+STEP0 = "megatron/made-llama-tp2dp2-step0-dpr"
 
 
 def common_of(run: Path) -> dict[str, Any]:
@@ -102,6 +103,20 @@ def test_sgd_counts_no_steps(unpacked: Unpack, tmp_path: Path) -> None:
     assert all("step" not in group for group in optimizer["param_groups"])
     with pytest.raises(FormatError, match=r"is Adam's alone, .* keeps momentum_buffer"):
         reshard.convert(source, tmp_path / "no", "optim=fully_reshardable")
+
+
+def test_a_save_before_the_first_step_says_how_its_job_is_laid_out(
+    unpacked: Unpack, tmp_path: Path
+) -> None:
+    """It has no moments; megatron-core 0.16.1 cannot save it as fully_reshardable (KeyError)."""
+    first, source = unpacked(STEP0) / "dist", unpacked(LLAMA) / "dist"
+    report = reshard.convert(source, tmp_path / "out", like=first)
+    assert report["target"]["topology"] == "tp2pp1dp2"
+    assert reshard.diff(source, tmp_path / "out")["differences"] == []
+    with pytest.raises(FormatError, match="masters and no moments"):
+        reshard.convert(first, tmp_path / "no", "tp1")
+    reshard.convert(first, tmp_path / "flat", "tp1,optim=non_distributed")
+    assert reshard.diff(first, tmp_path / "flat")["differences"] == []
 
 
 def test_the_edges_have_the_group_of_the_decoupled_rate(unpacked: Unpack, tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ def bucket_tensors(
     dtypes = {t.name: v.dtype for t, v in weights.items() if t.slot == PARAM}
     known = {t.name: v for t, v in weights.items() if t.slot == PARAM}
     expected: set[str] = set()
+    stored = {b.field for k in metadata.tensors if (b := bucket_key(k)) is not None}
+    # before its first step a run has masters and no moments
+    fields = FIELDS if stored & {"exp_avg", "exp_avg_sq"} else {"param": MASTER}
     for group in groups_of(metadata, run):
         lengths = _lengths(folder, metadata, group)
         for i, (label, params) in enumerate(buffers_of(run, group, dtypes)):
@@ -73,7 +76,7 @@ def bucket_tensors(
             for legacy, canonical in params[0][1]:
                 slot = made.slot(legacy)
                 part = shard_of(run, group, canonical, known)
-                for field_, name in FIELDS.items():
+                for field_, name in fields.items():
                     key = str(buckets.BucketKey(
                         group.chained, group.index, i, label, slot.bucket, field_
                     ))  # fmt: skip
