@@ -93,7 +93,6 @@ def in_turn(
     size = sum(map(size_of, sources))
     costs: dict[str, list[Cost]] = {name: [] for name in commands}
     first = next(iter(commands))
-    empty(target)
     with tempfile.TemporaryFile(dir=_ON_DISK) as filler:
         for turn, name in enumerate([first, *list(commands) * rounds]):
             empty(target)

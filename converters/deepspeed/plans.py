@@ -51,9 +51,7 @@ class Plans:
 
     def finish(self, sheet: Sheet, root: object) -> None:
         """Lay out a file, all of whose tensors `root` holds."""
-        sheet.root = root
-        draft, made = sheet.draft()
-        sheet.root = None
+        draft, made = sheet.draft(root)
         sheet.values.clear()
         self.drafts.append(draft)
         self.arrays |= {(sheet.name, key): made[key] for key in sheet.awaited}

@@ -20,11 +20,10 @@ _ALLOWED = ALLOWED | {"torch.Size"}
 
 @dataclass
 class Sheet:
-    """One file: `root` is what torch.load will give. Storages are keyed "0", "1", … in order."""
+    """The storages of one file, keyed "0", "1", … in order."""
 
     name: str
     holder: str = ""
-    root: object = None
     values: dict[str, bytes] = field(default_factory=dict)
     count: int = 0
     awaited: set[str] = field(default_factory=set)  # keys of storages to be filled
@@ -67,11 +66,14 @@ class Sheet:
         found = self.put(carried)
         return found if isinstance(found, dict) else {}
 
-    def draft(self) -> tuple[Draft, dict[str, StoredArray]]:
-        """The file, laid out, and the array of every storage."""
+    def draft(self, root: object) -> tuple[Draft, dict[str, StoredArray]]:
+        """The file, laid out, and the array of every storage.
+
+        `root` is what torch.load will give.
+        """
         stem = self.name.rpartition("/")[2].removesuffix(".pt")
         return torchfile.draft(
-            self.name, self.root, allow=_ALLOWED, archive=stem, values=self.values,
+            self.name, root, allow=_ALLOWED, archive=stem, values=self.values,
             holder=self.holder or self.name,
         )  # fmt: skip
 

@@ -31,21 +31,19 @@ def side_drafts(
     drafts += [literal(name, data) for name, data in wrapper.copies.items()]
     fates = [Fate(name, "keep") for name in wrapper.copies]
     fates += [Fate(shown, "keep") for shown in ("wrapper", "trainer_state")]
-    sheets: list[Sheet] = []
     if wrapper.scheduler is not None:
         name, held = wrapper.scheduler
         changed, detail = rescaled(wrapper, held, aim.iteration, (len(wrapper.rng), world))
-        sheets.append(_sheet(name, changed))
+        drafts.append(_file(name, changed))
         fates += [Fate(n, "remap" if detail else "keep", detail) for n in (name, "scheduler")]
     for rank, state in random_states(wrapper, world, aim.iteration).items():
-        sheets.append(_sheet(rng_name(wrapper.kind, rank, world), state))
+        drafts.append(_file(rng_name(wrapper.kind, rank, world), state))
     if wrapper.rng:
         kept = "keep" if sorted(wrapper.rng) == list(range(world)) else "derive"
         detail = (
             "" if kept == "keep" else f"kept where both have the rank, made for others of {world}"
         )
         fates += [Fate(shown, kept, detail) for shown in ("rng", "rng_ranks")]
-    drafts += [sheet.draft()[0] for sheet in sheets]
     drafts += _weights(wrapper, own, table)
     return drafts, fates
 
@@ -55,10 +53,9 @@ def literal(name: str, data: bytes) -> Draft:
     return Draft(name, len(data), [(0, data)] if data else [])
 
 
-def _sheet(name: str, carried: Carried) -> Sheet:
+def _file(name: str, carried: Carried) -> Draft:
     sheet = Sheet(name)
-    sheet.root = sheet.put(carried) if carried_safely(carried) else {}
-    return sheet
+    return sheet.draft(sheet.put(carried) if carried_safely(carried) else {})[0]
 
 
 def rng_name(kind: str, rank: int, world: int) -> str:

@@ -136,15 +136,17 @@ def _check_adam(source: Checkpoint, form: str | None) -> None:
 
     Source: distrib_optimizer.py __init__ @ core_v0.16.1.
     """
+    if form != FULLY_RESHARDABLE:
+        return
     slots = {t.slot for t in source.layout.tensors}
-    others = slots - {*ADAM, PARAM, MASTER, run.STEP}
-    if form == FULLY_RESHARDABLE and MASTER in slots and not slots & {*ADAM}:
+    if MASTER in slots and slots.isdisjoint(ADAM):
         raise FormatError(
             f"optim={form} has Adam's moments, and the source has masters and no moments: it was "
             "saved before the run's first step. Give --weights-only, or write "
             "optim=non_distributed."
         )
-    if form == FULLY_RESHARDABLE and others:
+    others = slots - {*ADAM, PARAM, MASTER, run.STEP}
+    if others:
         raise FormatError(
             f"optim={form} is Adam's alone, and this optimizer keeps {', '.join(sorted(others))}. "
             "Write optim=non_distributed."

@@ -340,7 +340,7 @@ def _chain(optimizer: object, where: Path) -> list[Mapping[object, object]]:
 
 def _identity(native: Run, options: Options) -> tuple[object, ...]:
     """What tells groups apart. Source: optimizer.py param_group_identifier_keys @ core_v0.16.1."""
-    keys = ("wd_mult", "lr_mult", "is_expert_parallel")
+    keys = (k for k in run.IDENTITY if k != "is_decoupled_lr")
     return (*(plain(options.get(k)) for k in keys), run.decoupled(native, options))
 
 
